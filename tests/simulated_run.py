@@ -112,9 +112,6 @@ def events(
             for k in range(servers)
         }
         found.append({"time": START + 2, "event": "server-view", "view": 1, "servers": held})
-    found.append(
-        {"time": START + 3, "event": "fit-began", "step": 0, "num_steps": steps, "num_epochs": 2, "rank": 0}
-    )
     if killed is not None:
         found += [
             {"time": half, "event": "worker-exited", "rank": killed, "incarnation": 0, "code": -9},
@@ -175,6 +172,9 @@ def worker_line(
         "bytes": {"sent": 4_000_000 + rank * 1000, "received": 5_000_000},
         "rss_bytes": 600_000_000 + rank * 1_000_000 + k * 10_000,
         "cpu_s": busy + 0.05,
+        "interval_s": 1.0,
+        "num_steps": steps,
+        "num_epochs": 2,
     }
 
 

@@ -23,7 +23,7 @@ from shoal.data.slice import Slice
 from shoal.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
 from shoal.parallel.compute import place
 from shoal.parallel.protocol import Leased, LooksAhead, LossSum, PeriodicSync, StepResult
-from shoal.runtime import events, recorder
+from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.train.callbacks.base import StepLogs
 from shoal.train.calls import asked_to_leave
@@ -101,10 +101,6 @@ class FitLoop:
             if self._progress.last_line is not None:
                 # Rank 0 may have died before it wrote the step it had committed.
                 self._log.make_up_for(self._progress.last_line)
-            if not self._start.is_inherited:
-                events.emit(
-                    "fit-began", step=position.step, num_steps=self._num_steps(), num_epochs=self._last_epoch
-                )
         held = contextlib.ExitStack()  # processes that read stay until the fit is over
         try:
             for batches in (self._batches, self._validation):
@@ -260,13 +256,10 @@ class FitLoop:
         for _ in range(num_new if result.applied else 0):
             trainer.advance_scheduler("step", {"loss": result.loss})
         recorder.RECORDER.done(position.step, part.num_local if self._counts_samples else 0)
-<<<<<<< HEAD
         PROFILER.after_step()
-=======
         if trainer.graph is not None:
             trainer.graph.write(strategy, num_local=part.num_local, num_workers=trainer.job.num_workers)
             trainer.graph = None
->>>>>>> e8a5f3f (graph: the model of a run as it was run, with what the strategy inserted; shoal graph draws it)
         self._write_down(part, result)
         if trainer.verification is not None:
             trainer.verification.count(strategy, result.loss)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from shoal.observe import runs
+from shoal.observe import figures, record, runs
 from shoal.observe.dashboard.feed import RunFeed
 
 RECENT_S = 30.0
@@ -21,9 +21,6 @@ RECENT_S = 30.0
 
 LANES_S = 120.0
 """Length of the lanes of workers."""
-
-STRAGGLER_RATIO = 1.5
-"""A worker that needs this much longer to read and compute a sample than the median of the others."""
 
 MAX_SHOWN_EVENTS = 500
 
@@ -71,19 +68,19 @@ def progress(feed: RunFeed) -> Values:
     """How far it is, how fast, and when it will be over."""
     rate = feed.steps.rate()
     step = runs.last_step([feed.last] if feed.last else [], feed.summary).get("step")
-    began = [event for event in feed.events if event.get("event") == "fit-began"]
-    num_steps = began[-1].get("num_steps") if began else None
+    told = _told(feed)
+    num_steps = _count(told.get("num_steps"))
     speed = _recent(rate, "steps_per_s")
     eta_s = None
     if feed.state is runs.RunState.ALIVE and num_steps and step is not None and speed:
-        eta_s = max(0, num_steps - step) / speed
+        eta_s = told["eta_s"] if _is_number(told.get("eta_s")) else max(0, num_steps - step) / speed
     is_over = feed.state is runs.RunState.FINISHED
     done = 1.0 if is_over else step / num_steps if num_steps and step is not None else None
     return {
         "step": step,
         "num_steps": num_steps or (step if is_over else None),
         "epoch": feed.last.get("epoch", len(feed.epochs) or None),
-        "num_epochs": began[-1].get("num_epochs") if began else None,
+        "num_epochs": told.get("num_epochs"),
         "done": min(1.0, done) if done is not None else None,
         "loss": feed.last.get("loss"),
         "samples": feed.summary.get("samples"),
@@ -94,6 +91,12 @@ def progress(feed: RunFeed) -> Values:
         and (feed.summary.get("ended") or feed.state is runs.RunState.ALIVE)
         else None,
     }
+
+
+def _told(feed: RunFeed) -> Values:
+    """The newest line in which a worker tells how far it will go."""
+    lines = (line for name in sorted(feed.activity, key=_numbered) for line in reversed(feed.activity[name]))
+    return next((line for line in lines if line.get("num_steps")), {})
 
 
 def _recent(rate: Mapping[str, list[float]], name: str) -> float | None:
@@ -218,10 +221,11 @@ def workers(feed: RunFeed) -> Values:
     found = []
     for name in names:
         lines = list(feed.activity.get(name, ()))
-        recent = [line for line in lines if line["at"] > end - RECENT_S]
+        # An ended run shows how it trained, not how it idled afterwards.
+        worked = lines if feed.state is runs.RunState.ALIVE else record.while_training(lines)
+        recent = [line for line in worked if line["at"] > worked[-1]["at"] - RECENT_S]
         shares, seconds = _grouped(recent), _length(recent)
         samples, steps = _total(recent, "samples"), _total(recent, "steps")
-        busy = shares.get("data", 0.0) + shares.get("compute", 0.0)
         process = started.get(name, {})
         had = lease.get(name.removeprefix("worker-"))
         found.append(
@@ -235,7 +239,7 @@ def workers(feed: RunFeed) -> Values:
                 "samples_per_s": samples / seconds if seconds else None,
                 "steps_per_s": steps / seconds if seconds else None,
                 "shares": _fractions(shares, seconds),
-                "busy_per_sample_s": busy / samples if samples else None,
+                "own_per_step_s": record.totals(recent).own_s / steps if steps else None,
                 "rss_bytes": lines[-1].get("rss_bytes") if lines else None,
                 "cpu": _total(recent, "cpu_s") / seconds if seconds else None,
                 "bytes_per_s": (_bytes(recent, "sent") + _bytes(recent, "received")) / seconds
@@ -247,17 +251,23 @@ def workers(feed: RunFeed) -> Values:
             }
         )
     _mark_stragglers(found)
-    return {"workers": found, "groups": list(GROUPS), "end": end, "length_s": LANES_S}
+    return {
+        "workers": found,
+        "groups": list(GROUPS),
+        "end": end,
+        "length_s": LANES_S,
+        "straggles": figures.STRAGGLES,
+    }
 
 
 def _mark_stragglers(found: list[Values]) -> None:
-    costs = [worker["busy_per_sample_s"] for worker in found]
+    """By the time of a step in which a worker waits for nobody, as reports and `shoal status` do."""
+    costs = [worker["own_per_step_s"] for worker in found]
     for index, worker in enumerate(found):
         others = [cost for k, cost in enumerate(costs) if k != index and cost]
-        if others and worker["busy_per_sample_s"]:
-            worker["slowness"] = worker["busy_per_sample_s"] / statistics.median(others)
-            # Of two, the slower one stands against a single other: that is what the other is measured by too.
-            worker["is_straggler"] = worker["slowness"] >= STRAGGLER_RATIO
+        if others and worker["own_per_step_s"]:
+            worker["slowness"] = worker["own_per_step_s"] / statistics.median(others)
+            worker["is_straggler"] = worker["slowness"] > figures.STRAGGLES
 
 
 def _lane(lines: list[Values], end: float) -> list[list[float]]:
