@@ -88,6 +88,17 @@ class Buckets:
         found = {"step": steps, "mean": means, "low": column.low[there], "high": column.high[there]}
         return {key: rounded(values) for key, values in found.items()}
 
+    def step_at(self, time: float) -> float | None:
+        """The newest step that was done by then; of a bucket that was not over, its first."""
+        times, steps = self._columns.get("time"), self._columns.get("step")
+        if times is None or steps is None:
+            return None
+        begun = np.flatnonzero((times.count > 0) & (times.low <= time))
+        if not len(begun):
+            return None
+        last = begun[-1]
+        return float(steps.high[last] if times.high[last] <= time else steps.low[last])
+
     def rate(self) -> dict[str, list[float]]:
         """Samples per second over the steps, with the seconds since the first line.
 

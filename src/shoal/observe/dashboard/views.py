@@ -425,7 +425,6 @@ def faults(feed: RunFeed) -> list[Values]:
     """Deaths and what was done about each: signal, step, time until a replacement was there and at work."""
     found: list[Values] = []
     open_by: dict[str, Values] = {}
-    times = feed.steps.curve("time") if feed.events else {"step": [], "mean": []}
     for event in feed.events:
         kind, at = str(event.get("event")), event.get("time")
         name = _process_of(event)
@@ -436,7 +435,7 @@ def faults(feed: RunFeed) -> list[Values]:
                 "code": event.get("code"),
                 "signal": _signal(event.get("code")),
                 "incarnation": event.get("incarnation", 0),
-                "step": _step_at(times, at),
+                "step": feed.steps.step_at(at) if _is_number(at) else None,
                 "replaced_after_s": None,
                 "live_after_s": None,
                 "view": None,
@@ -457,7 +456,7 @@ def faults(feed: RunFeed) -> list[Values]:
                     if is_server and kind == "server-view" and fault["live_after_s"] is None:
                         fault["live_after_s"] = _passed(event, fault)
         elif kind == "host-lost":
-            found.append(_lost_host(event, _step_at(times, at)))
+            found.append(_lost_host(event, feed.steps.step_at(at) if _is_number(at) else None))
     # Servers are killed when the job is over: that is no death.
     over = _end_of_work(feed)
     return [
@@ -504,13 +503,6 @@ def _process_of(event: Values) -> str | None:
     if role == "server" and isinstance(event.get("server"), int):
         return f"server-{event['server']}"
     return "coordinator" if role == "coordinator" else None
-
-
-def _step_at(times: Mapping[str, list[float]], at: Any) -> float | None:
-    if not _is_number(at):
-        return None
-    before = [step for step, when in zip(times["step"], times["mean"], strict=True) if when <= at]
-    return before[-1] if before else None
 
 
 def _passed(event: Values, fault: Values) -> float | None:
