@@ -86,6 +86,7 @@ def launch(
     stderr: BinaryIO | None = None,
     set_title: bool = False,
     successor: Successor | None = None,
+    beside: Callable[[Path], contextlib.AbstractContextManager[str]] | None = None,
 ) -> RunResult:
     """Run a job to its end, with this process as its supervisor.
 
@@ -95,7 +96,8 @@ def launch(
     `warm` is a warm parent to use and to leave alive; `stdout` and `stderr`
     are where output goes instead of this process's own. `set_title` renames
     this process, for a command line that is nothing else. `successor` is what
-    a host has that takes over from a lost head.
+    a host has that takes over from a lost head. `beside` accompanies the job:
+    entered with its run directory, left when it has ended; it gives a line to say.
     """
     refuse_others()
     cores = available_cores()
@@ -105,6 +107,7 @@ def launch(
         _listening(config, described, successor) as listening,
         _headed(config, successor) as head,
         _open_run(config, described) as run,
+        beside(run.path) if beside is not None else contextlib.nullcontext("") as beside_said,
     ):
         head.opened(run)
         display = open_display(
@@ -117,7 +120,7 @@ def launch(
             setproctitle(f"shoal supervisor [{run.name}]")
         if not config.quiet:
             display.note(_first_words(run, described, cores))
-            for note in config.notes():
+            for note in (*config.notes(), *filter(None, [beside_said])):
                 display.note(note)
         head.result = _run_job(config, described, run, display, warm, head, listening)
         return head.result
