@@ -70,16 +70,21 @@ def update(optimizer: torch.optim.Optimizer) -> None:
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.sparse_coo or not gradient.is_coalesced():
                 continue
-            if _fits(parameter) and rule.knows(group) and rule.is_exact(parameter.dtype, parameter.shape[1]):
-                rule.update(
-                    parameter, optimizer.state[parameter], group, gradient.indices()[0], gradient.values()
-                )
+            state = optimizer.state[parameter]
+            tables = (parameter.detach(), *(state[name] for name in rule.tables))
+            if (
+                all(map(_fits, tables))
+                and rule.knows(group)
+                and rule.is_exact(parameter.dtype, parameter.shape[1])
+            ):
+                rule.update(parameter, state, group, gradient.indices()[0], gradient.values())
                 torch.autograd.graph.increment_version(parameter)
                 parameter.grad = None
 
 
 class _Sgd:
-    make = torch.optim.SGD
+    make: type[torch.optim.Optimizer] = torch.optim.SGD
+    tables: tuple[str, ...] = ()  # state as large as the parameter
 
     def knows(self, group: dict[str, Any]) -> bool:
         return type(group["lr"]) is float and not any(
@@ -98,6 +103,7 @@ class _Sgd:
 
 class _Adagrad(_Sgd):
     make = torch.optim.Adagrad
+    tables = ("sum",)
 
     def knows(self, group: dict[str, Any]) -> bool:
         return type(group["lr"]) is float and not any(
@@ -129,14 +135,16 @@ def _equals_torch(rule: _Sgd, dtype: torch.dtype, dim: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(64, dim, generator=generator, dtype=dtype)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    optimizers: Any = rule.make([ours], lr=0.0213), rule.make([theirs], lr=0.0213)
+    make: Any = rule.make
+    checks: Any = torch.sparse.check_sparse_tensor_invariants
+    optimizers = make([ours], lr=0.0213), make([theirs], lr=0.0213)
     for step in range(3):
         keys = torch.randperm(64, generator=generator)[:40].sort().values
         values = torch.randn(40, dim, generator=generator, dtype=dtype) * 10.0**-step
         theirs.grad = torch.sparse_coo_tensor(
             keys[None], values, start.shape, is_coalesced=True, check_invariants=False
         )
-        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # else torch warns of its own tensors
+        with checks(enable=False):  # else torch warns of its own tensors
             optimizers[1].step()
         rule.update(ours, optimizers[0].state[ours], optimizers[0].param_groups[0], keys, values)
     return bool(torch.equal(ours.detach(), theirs.detach()))
@@ -152,13 +160,13 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _fits(parameter: Any) -> bool:
+def _fits(table: Tensor) -> bool:
     return (
-        type(parameter) is nn.Parameter
-        and parameter.device.type == "cpu"
-        and parameter.dtype in (torch.float32, torch.float64)
-        and parameter.dim() == 2
-        and parameter.is_contiguous()
+        type(table) is Tensor
+        and table.device.type == "cpu"
+        and table.dtype in (torch.float32, torch.float64)
+        and table.dim() == 2
+        and table.is_contiguous()
     )
 
 
