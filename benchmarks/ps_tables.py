@@ -77,7 +77,7 @@ def table_alone(num_rows: int, exponent: float, *, rounds: int) -> dict[str, Any
 
 def main(quick: bool = False, minutes: float | None = None) -> None:
     samples, ids, num_rounds = (30_000, 20_000, 1) if quick else (100_000, 100_000, 3)
-    report = Report("ps_tables")
+    report = Report("ps_tables", keeps_others=True)
     for exponent in (1.05, 0.0):
         num_rows = 100_000 if quick else 1_000_000
         values = table_alone(num_rows, exponent, rounds=3 if quick else 5)
@@ -119,8 +119,8 @@ def main(quick: bool = False, minutes: float | None = None) -> None:
             },
             workers=WORKERS, servers=SERVERS, train_samples=samples, ids=ids, dim=DIM, batch=1024,
         )  # fmt: skip
-    if not quick:
-        report.save()
+        if not quick:
+            report.save()
 
 
 if __name__ == "__main__":

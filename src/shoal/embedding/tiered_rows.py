@@ -98,7 +98,7 @@ class TieredRows:
 
     def __init__(self, width: int, dtype: Any, num_rows: int | None, budget: RowBudget) -> None:
         self._width, self._dtype = width, np.dtype(dtype)
-        self.row_bytes = width * self._dtype.itemsize
+        self.row_bytes: int = width * self._dtype.itemsize
         self._budget = budget
         budget.add(self)
         max_frames = budget.limit_bytes // self.row_bytes
@@ -106,7 +106,8 @@ class TieredRows:
         self._frame_of = GrowingArray((), np.int32, num_rows)  # 1 + frame, by row; 0: on disk
         self._row_in = GrowingArray((), np.int32, max_frames)  # 1 + row, by frame; 0: none
         self._uses = GrowingArray((), np.uint8, max_frames)
-        self.num_rows = self.num_frames = 0
+        self.num_rows: int = 0
+        self.num_frames: int = 0
         self._hand = 0
         self._file = RowFile(width, self._dtype, budget.directory)
         self._found = np.empty(BLOCK, np.int32)
