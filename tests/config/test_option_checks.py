@@ -29,6 +29,13 @@ from shoal.errors import ConfigError
         ("ddp", {"push_norm": 1.0}, "under 'ddp' no push is an update of its own"),
         ("ps:async", {"push_norm": 0.0}, "no bound of a gradient's norm"),
         ("ps:async", {"push_norm": float("nan")}, "no bound of a gradient's norm"),
+        ("ddp", {"table_memory": "2G"}, "'ddp' has no servers"),
+        ("ps", {"table_memory": "lots"}, "no number of bytes: give one as 2G"),
+        ("ps", {"table_memory": "0"}, "no number of bytes"),
+        ("ps", {"table_dir": "/tmp"}, "without --table-memory all do"),
+        ("ps", {"compress": "topk"}, "keeps a part of the gradient on each worker.*use bf16, fp16, int8"),
+        ("ps:async", {"compress": "powersgd"}, "can be replaced at any step"),
+        ("fsdp", {"compress": "bf16"}, "makes the gradients of ddp smaller"),
     ],
 )
 def test_wishes_that_do_not_go_with_a_strategy_are_refused(
@@ -50,6 +57,8 @@ def test_wishes_that_do_not_go_with_a_strategy_are_refused(
         ("ps:async", {"staleness_lr": True, "push_norm": 2.5}),
         ("ps:ssp=2", {"push_norm": 2.5}),
         ("ps:hybrid", {"staleness_lr": True}),
+        ("ps", {"table_memory": "1.5 GiB", "table_dir": "/tmp", "compress": "int8"}),
+        ("ps:hybrid", {"table_memory": "65536", "compress": "bf16"}),
     ],
 )
 def test_others_are_taken(strategy: str, options: dict[str, Any]) -> None:

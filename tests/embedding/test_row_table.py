@@ -193,3 +193,24 @@ def test_what_a_table_cannot_be_is_refused() -> None:
         RowTable(spec(dim=0))
     with pytest.raises(ConfigError, match=r"outside 0\.\.10-1"):
         RowTable(spec(num_rows=10)).apply(np.array([10]), np.ones((1, 4), np.float32), 1.0)
+
+
+# ---- rows that changed ----
+
+
+def test_stamps_tell_the_rows_written_since_a_look_also_after_rows_were_dropped() -> None:
+    table = RowTable(spec())
+    keys = np.arange(100)
+    table.set(keys, np.zeros((100, 4), np.float32), None, 0)
+    then = table.track()
+    table.apply(keys[10:20], np.ones((10, 4), np.float32))
+    now = table.track()
+    table.apply(np.array([15, 500]), np.ones((2, 4), np.float32))
+    table.drop_rows(np.arange(101) % 2 == 0)  # even numbers of rows, and so even keys and the new one
+
+    def changed(since: int) -> list[int]:
+        rows = np.arange(table.num_rows)
+        return sorted(table.read_rows(rows[table.stamps(rows) > since])[0].tolist())
+
+    assert changed(then) == [11, 13, 15, 17, 19]
+    assert changed(now) == [15]

@@ -77,12 +77,17 @@ class RowBudget:
             largest.give_up(num_given)
         return min(free, num_wanted)
 
+    def cover(self) -> None:
+        """Have room on disk for all rows there are."""
+        for each in self._tables:
+            each.cover()
+
     def _free(self, rows: TieredRows) -> int:
         return max(0, self.limit_bytes - self.used_bytes) // rows.row_bytes
 
 
 class TieredRows:
-    """Rows by number, of which some are in memory; stands in for the `RowMemory` of a table.
+    """Rows by number, of which some are in memory; stands in for the `RowsInMemory` of a table.
 
     `places` brings rows to memory and says where in `array` they are, until
     the next call. Which row leaves is decided by a clock over how often each
@@ -93,7 +98,7 @@ class TieredRows:
 
     def __init__(self, width: int, dtype: Any, num_rows: int | None, budget: RowBudget) -> None:
         self._width, self._dtype = width, np.dtype(dtype)
-        self.row_bytes = width * self._dtype.itemsize
+        self.row_bytes: int = width * self._dtype.itemsize
         self._budget = budget
         budget.add(self)
         max_frames = budget.limit_bytes // self.row_bytes
@@ -101,7 +106,8 @@ class TieredRows:
         self._frame_of = GrowingArray((), np.int32, num_rows)  # 1 + frame, by row; 0: on disk
         self._row_in = GrowingArray((), np.int32, max_frames)  # 1 + row, by frame; 0: none
         self._uses = GrowingArray((), np.uint8, max_frames)
-        self.num_rows = self.num_frames = 0
+        self.num_rows: int = 0
+        self.num_frames: int = 0
         self._hand = 0
         self._file = RowFile(width, self._dtype, budget.directory)
         self._found = np.empty(BLOCK, np.int32)
@@ -125,6 +131,10 @@ class TieredRows:
         more_bytes = max(0, num_rows - self.num_frames) * self.row_bytes
         if more_bytes + self._budget.used_bytes > self._budget.limit_bytes:
             self._file.reserve(num_rows)
+            self._budget.cover()  # any table may have to give way
+
+    def cover(self) -> None:
+        self._file.reserve(self.num_rows)
 
     def reserve(self, num_rows: int) -> None:
         self.expect(num_rows - self.num_rows)
@@ -218,11 +228,15 @@ class RowFile:
         wanted = num_rows * self._row_bytes
         if wanted <= self.num_bytes:
             return
-        size = -(-max(wanted, self.num_bytes + max(_STEP_BYTES, self.num_bytes // 4)) // _PAGE) * _PAGE
+        size = _in_pages(max(wanted, self.num_bytes + max(_STEP_BYTES, self.num_bytes // 4)))
         try:
             if self._fd is None:
                 self._fd = _open_unnamed(self._directory)
-            os.posix_fallocate(self._fd, self.num_bytes, size - self.num_bytes)
+            try:
+                os.posix_fallocate(self._fd, self.num_bytes, size - self.num_bytes)
+            except OSError:
+                size = _in_pages(wanted)  # a nearly full disk may have room for just these
+                os.posix_fallocate(self._fd, self.num_bytes, size - self.num_bytes)
         except OSError as error:
             raise TablesFull(
                 directory=self._directory,
@@ -251,6 +265,10 @@ class RowFile:
     def __del__(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
+
+
+def _in_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE
 
 
 def _open_unnamed(directory: str) -> int:

@@ -72,7 +72,7 @@ def tables(facts: dict[str, Any]) -> str:
     """Rows of all servers over memory and disk; `facts` as in summary.json."""
     memory, disk = (rate(facts[f"{tier}_bytes"]) for tier in ("memory", "disk"))
     return (
-        f"{facts['num_rows']:,} rows, {memory}B in memory and {disk}B on disk; {facts['hit_rate']:.1%} of lookups "
+        f"{facts['num_rows']:,} rows with their copies, {memory}B in memory and {disk}B on disk; {facts['hit_rate']:.1%} of lookups "
         "found their row in memory"
     )
 

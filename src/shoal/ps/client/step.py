@@ -205,7 +205,7 @@ class DensePull(_Pull):
             for number, _, nbytes in self._chunks:
                 whole = np.empty(nbytes, np.uint8)
                 codec.decode(self.arrived[number], whole.view(self._dtypes[number]).reshape(1, -1))
-                self.arrived[number] = memoryview(whole)
+                self.arrived[number] = whole.data
         for server, number, nbytes in self._looked:
             self.arrived[number] = group.chunk_at(server, number)[:nbytes]
             recorder.RECORDER.received += nbytes

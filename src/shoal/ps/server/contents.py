@@ -394,7 +394,7 @@ def encode_into(name: str, values: Array, into: memoryview) -> None:
     codec = codec_of(name)
     assert codec is not None
     encoded = codec.encode(values)
-    into[: encoded.nbytes] = memoryview(encoded)
+    into[: encoded.nbytes] = encoded.data
 
 
 def as_array(frame: Frame, dtype: npt.DTypeLike, what: str) -> Array:

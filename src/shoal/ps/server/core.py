@@ -447,7 +447,7 @@ class ServerCore:
                 chunk = state.contents.chunk(number)
                 if message.codec:
                     whole = np.empty(chunk_bytes(chunk), np.uint8)
-                    state.contents.dense.pull(number, memoryview(whole))
+                    state.contents.dense.pull(number, whole.data)
                     encode_into(message.codec, whole.view(chunk.dtype).reshape(1, -1), into)
                 else:
                     state.contents.dense.pull(number, into[: chunk_bytes(chunk)])
