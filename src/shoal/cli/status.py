@@ -15,6 +15,7 @@ from shoal.cli.options import AsJson, RunDir, complete_run
 from shoal.cli.verb import console
 from shoal.cluster.supervisor import progress_text
 from shoal.observe import runs
+from shoal.observe.live import look
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,7 +80,7 @@ def status(
         if details["state"] is runs.RunState.ALIVE and screen.is_terminal and not once:
             live.watch(path, screen)
         else:
-            screen.print(live.draw(live.look(path), has_colours=screen.is_terminal))
+            screen.print(live.draw(look(path), has_colours=screen.is_terminal))
 
 
 def _details(path: Path) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def _details(path: Path) -> dict[str, Any]:
         "logs": str(path / "logs"),
         "checkpoint": runs.newest_checkpoint(path),
         "events": events[-NUM_EVENTS:],
-        "activity": {each.name: each.newest for each in live.look(path).processes},
+        "activity": {each.name: each.newest for each in look(path).processes},
         "summary": summary,
     }
 

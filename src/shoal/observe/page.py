@@ -162,7 +162,8 @@ def thinned(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any
 def _smooth(values: NDArray[Any]) -> NDArray[Any]:
     width = max(1, len(values) // 50)
     sums = np.cumsum(np.concatenate([[0.0], values]))
-    return (sums[width:] - sums[:-width]) / width
+    smooth: NDArray[Any] = (sums[width:] - sums[:-width]) / width
+    return smooth
 
 
 def lines(
@@ -179,7 +180,7 @@ def lines(
     if not series:
         return ""
     width, height, left, bottom, top = 960, 300, 66, 36, 12
-    x_all, y_all = (np.concatenate([each[k] for each in series]) for k in (2, 3))  # type: ignore[misc]
+    x_all, y_all = (np.concatenate([each[k] for each in series]) for k in (2, 3))
     x0, x1 = float(x_all.min()), float(x_all.max())
     y0, y1 = float(y_all.min()), float(y_all.max())
     if from_zero:
@@ -202,9 +203,9 @@ def lines(
         for tick in (x_ticks if x_ticks is not None else ticks(x0, x1))
     ]
     out.append(f'<text x="{width - 12}" y="{height - 2}" text-anchor="end">{_safe(x_name)}</text>')
-    for _, colour, x, y in series:
+    for _, colour, xs, ys in series:
         points = " ".join(
-            f"{at_x(float(a)):.1f},{at_y(float(b)):.1f}" for a, b in zip(*thinned(x, y), strict=True)
+            f"{at_x(float(a)):.1f},{at_y(float(b)):.1f}" for a, b in zip(*thinned(xs, ys), strict=True)
         )
         look = 'stroke-width="1" stroke-dasharray="5 4"' if colour.endswith("-") else 'stroke-width="2"'
         out.append(
@@ -213,7 +214,7 @@ def lines(
         if dots and not colour.endswith("-"):
             out += [
                 f'<circle cx="{at_x(float(a)):.1f}" cy="{at_y(float(b)):.1f}" r="4" fill="{colour}"/>'
-                for a, b in zip(x, y, strict=True)
+                for a, b in zip(xs, ys, strict=True)
             ]
     out.append("</svg>")
     return "".join(out) + legend(
