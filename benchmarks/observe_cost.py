@@ -105,8 +105,8 @@ def main(quick: bool = False) -> None:
             progress=False,
         ),
         shoal.Dataset.from_arrays(({"dense": dense, "ids": ids}, label)).shuffle(seed=0).batch(1024),
-        steps=10 if quick else 30,
-        rounds=4 if quick else 12,
+        steps=4 if quick else 10,
+        rounds=4 if quick else 8,
         batch=1024,
     )
     inputs = torch.randn(20_000, 64)
@@ -121,11 +121,11 @@ def main(quick: bool = False) -> None:
             progress=False,
         ),
         shoal.Dataset.from_arrays((inputs, inputs.sum(1, keepdim=True))).shuffle(seed=0).batch(128),
-        steps=100 if quick else 300,
-        rounds=4 if quick else 16,
+        steps=100 if quick else 200,
+        rounds=4 if quick else 12,
         batch=128,
     )
-    of_ddp(report, steps=20 if quick else 60, rounds=4 if quick else 20)
+    of_ddp(report, steps=20 if quick else 40, rounds=4 if quick else 16)
     report.save()
 
 

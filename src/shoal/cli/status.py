@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli import live
 from shoal.cli.options import AsJson, RunDir, complete_run
 from shoal.cli.verb import console
 from shoal.cluster.supervisor import progress_text
 from shoal.observe import runs
-from shoal.observe.live import look
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -75,6 +73,9 @@ def status(
     elif as_json:
         _print_json(details)
     else:
+        from shoal.cli import live
+        from shoal.observe.live import look
+
         _show(details)
         screen = console()
         if details["state"] is runs.RunState.ALIVE and screen.is_terminal and not once:
@@ -84,6 +85,8 @@ def status(
 
 
 def _details(path: Path) -> dict[str, Any]:
+    from shoal.observe.live import look
+
     run = runs.read(path)
     metrics, summary = runs.last_lines(path / "metrics.jsonl", 1), runs.read_json(path / "summary.json")
     events = runs.last_lines(path / "events.jsonl")
