@@ -73,6 +73,25 @@ def span_ns(rounds: int = 20, count: int = 20_000) -> float:
     return min(processor_s(spans) for _ in range(rounds)) / count * 1e9
 
 
+def line_us(rounds: int = 30, spans: int = 1000) -> float:
+    """Processor time of what is done once a second: a line, and the spans since the last one, the fastest of some rounds."""
+    made = recorder.Recorder()
+    made.own()
+    compute = recorder.Span(made, "compute")
+    with tempfile.TemporaryDirectory() as folder:
+        sampler = recorder.Sampler(
+            made, process="worker-0", incarnation=0, trace=Path(folder), send=lambda line: True
+        )
+        spent = []
+        for _ in range(rounds):
+            for _ in range(spans):
+                with compute:
+                    pass
+            spent.append(processor_s(sampler._tell))
+        sampler.close()
+    return min(spent) * 1e6
+
+
 def of_ddp(report: Report, *, steps: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "pairs.json"
@@ -92,6 +111,10 @@ def main(quick: bool = False) -> None:
     torch.set_num_threads(1)  # the second core is for whatever else runs here
     report = Report("observe_cost")
     report.add("one span", {"value": round(span_ns(), 1), "unit": "ns of processor time"})
+    report.add(
+        "one line and 1,000 spans, once a second",
+        {"value": round(line_us(), 1), "unit": "us of processor time"},
+    )
     dense, ids, label = click_arrays(100_000)
     compare(
         report,
