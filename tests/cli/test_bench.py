@@ -4,11 +4,13 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from invoking import Command, Shoal
 
-from shoal.cli.bench import BENCHES, FROM_SOURCE
+from shoal.cli import bench_scale
+from shoal.cli.bench import BENCHES, FROM_SOURCE, SCALE
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,10 +18,48 @@ ROOT = Path(__file__).parents[2]
 def test_without_a_name_everything_that_can_be_measured_is_listed(shoal: Shoal) -> None:
     shown = shoal("bench")
     assert shown.exit_code == 0
-    for name in (*BENCHES, *FROM_SOURCE):
+    for name in (*BENCHES, SCALE, *FROM_SOURCE):
         assert any(line.startswith(f"  {name} ") for line in shown.stdout.splitlines()), name
     lines = [json.loads(line) for line in shoal("bench", "--json").stdout.splitlines()]
-    assert [line["name"] for line in lines] == [*BENCHES, *FROM_SOURCE]
+    assert [line["name"] for line in lines] == [*BENCHES, SCALE, *FROM_SOURCE]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["scale"], "scale measures a script of yours"),
+        (["scale", "nowhere.py", "-n", "1,2"], "there is no script nowhere.py"),
+        (["scale", "nowhere.py", "-n", "1,two"], "-n 1,two is no list of numbers of workers"),
+        (["scale", "nowhere.py", "-n", "0,2"], "no list of numbers of workers"),
+        (["ps", "train.py"], "`shoal bench scale train.py` does"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused(shoal: Shoal, args: list[str], said: str) -> None:
+    shown = shoal("bench", *args)
+    assert shown.exit_code == 2
+    assert said in " ".join(shown.stderr.split())
+
+
+def swept(*rates: float) -> list[dict[str, Any]]:
+    counts = [1, 2, 4][: len(rates)]
+    return [
+        {"workers": n, "samples_per_s": rate, "efficiency": rate / rates[0] / n}
+        for n, rate in zip(counts, rates, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ((100.0,), "give more with -n"),
+        ((100.0, 190.0, 370.0), "All 4 workers pay"),
+        ((100.0, 190.0, 210.0), "2 workers pay: each of the 2 beyond 2 adds 10 samples/s"),
+        ((100.0, 110.0, 120.0), "1 worker pays"),
+        ((10.0, 190.0), "which cannot be"),
+    ],
+)
+def test_a_sweep_says_how_many_workers_pay(rates: tuple[float, ...], said: str) -> None:
+    assert said in bench_scale.advice(swept(*rates))
 
 
 def test_what_is_said_to_be_in_the_source_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

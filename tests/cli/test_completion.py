@@ -23,7 +23,7 @@ def test_completion_gives_the_shell_a_script(command: Command, shell: str) -> No
 
 
 def test_verbs_options_and_strategies_complete(command: Command) -> None:
-    assert complete(command, "shoal re") == ["resume"]
+    assert complete(command, "shoal res") == ["resume"]
     assert complete(command, "shoal run --st") == ["--strategy", "--staleness-lr", "--step-timeout"]
     assert complete(command, "shoal run --strategy ")[:3] == ["single", "ddp", "fsdp"]
     assert complete(command, "shoal verify x.py --strategy dd") == ["ddp"]

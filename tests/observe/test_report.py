@@ -46,6 +46,14 @@ def test_figures_of_an_even_run(tmp_path: Path) -> None:
     assert found["missing"] == []
 
 
+def test_speedup_is_against_the_baseline_and_one_beyond_the_ideal_is_doubted(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    scaling = reported(path, baseline={"run": "run-baseline", "samples_per_s": 2.5 * SAMPLES})["scaling"]
+    assert (scaling["speedup"], scaling["efficiency"]) == (pytest.approx(4), pytest.approx(1))
+    doubted = reported(path, baseline={"run": "run-baseline", "samples_per_s": SAMPLES})
+    assert "250% of the ideal cannot be, so run-baseline was disturbed" in doubted["missing"][-1]
+
+
 @pytest.mark.parametrize(
     ("changed", "blamed"),
     [

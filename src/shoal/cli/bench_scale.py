@@ -13,9 +13,6 @@ import typer
 from shoal.errors import ConfigError
 
 WIDTH = 40
-BEYOND_IDEAL = 1.3
-"""More than caches explain."""
-
 PAYS_FROM = 0.5
 """A further worker pays where it adds at least this share of what one alone trains."""
 
@@ -84,6 +81,8 @@ def measure(
 
 def advice(lines: Sequence[dict[str, Any]]) -> str:
     """How many workers pay, in one sentence."""
+    from shoal.observe.figures import BEYOND_IDEAL
+
     if len(lines) < 2:
         return "One number of workers tells nothing of the next: give more with -n 1,2,4."
     alone = lines[0]["samples_per_s"] / lines[0]["workers"]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli import live
 from shoal.cli.options import AsJson, RunDir, complete_run
 from shoal.cli.verb import console
 from shoal.cluster.supervisor import progress_text
@@ -74,15 +73,20 @@ def status(
     elif as_json:
         _print_json(details)
     else:
+        from shoal.cli import live
+        from shoal.observe.live import look
+
         _show(details)
         screen = console()
         if details["state"] is runs.RunState.ALIVE and screen.is_terminal and not once:
             live.watch(path, screen)
         else:
-            screen.print(live.draw(live.look(path), has_colours=screen.is_terminal))
+            screen.print(live.draw(look(path), has_colours=screen.is_terminal))
 
 
 def _details(path: Path) -> dict[str, Any]:
+    from shoal.observe.live import look
+
     run = runs.read(path)
     metrics, summary = runs.last_lines(path / "metrics.jsonl", 1), runs.read_json(path / "summary.json")
     events = runs.last_lines(path / "events.jsonl")
@@ -101,7 +105,7 @@ def _details(path: Path) -> dict[str, Any]:
         "logs": str(path / "logs"),
         "checkpoint": runs.newest_checkpoint(path),
         "events": events[-NUM_EVENTS:],
-        "activity": {each.name: each.newest for each in live.look(path).processes},
+        "activity": {each.name: each.newest for each in look(path).processes},
         "summary": summary,
     }
 

@@ -21,6 +21,9 @@ from shoal.observe.record import BUSY, RunRecord, Steps, Totals, Trace
 
 LOWER_IS_BETTER = re.compile(r"loss|error|mse|mae|rmse|perplexity|nll|entropy")
 FAULTS = ("worker-exited", "server-exited", "coordinator-exited", "host-lost")
+BEYOND_IDEAL = 1.3
+"""A speedup over this share of the ideal is no speedup: caches explain less."""
+
 STRAGGLES = 1.25
 """A worker is a straggler where its own time per step is so many times the median of the others."""
 
@@ -98,6 +101,12 @@ def figures(
         "money": _money(record, seconds, price),
         "missing": list(record.missing),
     }
+    scaling = found["scaling"]
+    if scaling and scaling["efficiency"] > BEYOND_IDEAL:
+        found["missing"].append(
+            f"a baseline that holds: {scaling['efficiency']:.0%} of the ideal cannot be, so {scaling['baseline']} was disturbed, by other "
+            "processes or by threads that share a core. Remove that run and measure again while nothing else runs."
+        )
     found["bottleneck"], found["cure"] = bottleneck(record, workers, servers, found)
     return found
 

@@ -87,8 +87,8 @@ def look(path: Path, now: float | None = None) -> RunNow:
             found.processes.append(process)
     workers = {each.name: each.totals for each in found.processes if each.name.startswith("worker-")}
     slow = figures.stragglers(workers)
-    for each in found.processes:
-        each.times_slower = slow.get(each.name)
+    for process in found.processes:
+        process.times_slower = slow.get(process.name)
     if is_alive and workers:
         found.samples_per_s = sum(w.samples / w.interval_s for w in workers.values() if w.interval_s) or None
     _progress(found)

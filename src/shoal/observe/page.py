@@ -40,7 +40,7 @@ p{margin:6px 0}.dim{color:var(--dim)}.verdict{border-left:4px solid var(--accent
 .card b{display:block;font-size:20px;font-variant-numeric:tabular-nums;white-space:nowrap}.card span{color:var(--dim);font-size:13px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:4px 10px;border-bottom:1px solid var(--line);white-space:nowrap}th{color:var(--dim);font-weight:500}
-th:first-child,td:first-child{text-align:left}svg{display:block;width:100%;height:auto}svg text{fill:var(--dim);font:12px system-ui,sans-serif}
+th:first-child,td:first-child{text-align:left}svg{display:block;width:100%;min-width:620px;height:auto}svg text{fill:var(--dim);font:12px system-ui,sans-serif}
 .legend span{display:inline-block;margin-right:14px;white-space:nowrap}.legend i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:5px}
 """
 
@@ -162,7 +162,8 @@ def thinned(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any
 def _smooth(values: NDArray[Any]) -> NDArray[Any]:
     width = max(1, len(values) // 50)
     sums = np.cumsum(np.concatenate([[0.0], values]))
-    return (sums[width:] - sums[:-width]) / width
+    smooth: NDArray[Any] = (sums[width:] - sums[:-width]) / width
+    return smooth
 
 
 def lines(
@@ -179,7 +180,7 @@ def lines(
     if not series:
         return ""
     width, height, left, bottom, top = 960, 300, 66, 36, 12
-    x_all, y_all = (np.concatenate([each[k] for each in series]) for k in (2, 3))  # type: ignore[misc]
+    x_all, y_all = (np.concatenate([each[k] for each in series]) for k in (2, 3))
     x0, x1 = float(x_all.min()), float(x_all.max())
     y0, y1 = float(y_all.min()), float(y_all.max())
     if from_zero:
@@ -202,9 +203,9 @@ def lines(
         for tick in (x_ticks if x_ticks is not None else ticks(x0, x1))
     ]
     out.append(f'<text x="{width - 12}" y="{height - 2}" text-anchor="end">{_safe(x_name)}</text>')
-    for _, colour, x, y in series:
+    for _, colour, xs, ys in series:
         points = " ".join(
-            f"{at_x(float(a)):.1f},{at_y(float(b)):.1f}" for a, b in zip(*thinned(x, y), strict=True)
+            f"{at_x(float(a)):.1f},{at_y(float(b)):.1f}" for a, b in zip(*thinned(xs, ys), strict=True)
         )
         look = 'stroke-width="1" stroke-dasharray="5 4"' if colour.endswith("-") else 'stroke-width="2"'
         out.append(
@@ -213,12 +214,16 @@ def lines(
         if dots and not colour.endswith("-"):
             out += [
                 f'<circle cx="{at_x(float(a)):.1f}" cy="{at_y(float(b)):.1f}" r="4" fill="{colour}"/>'
-                for a, b in zip(x, y, strict=True)
+                for a, b in zip(xs, ys, strict=True)
             ]
-    out.append("</svg>")
-    return "".join(out) + legend(
+    return _chart(out) + legend(
         [(name, colour.rstrip("-")) for name, colour, _, _ in series] if len(series) > 1 else []
     )
+
+
+def _chart(parts: Sequence[str]) -> str:
+    """The drawing, which scrolls where it would be too small to read."""
+    return "<div class=scroll>" + "".join(parts) + "</svg></div>"
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -282,9 +287,9 @@ def _throughput(record: RunRecord) -> str:
         for line in part:
             middle = line["at"] - line.get("interval_s", 1.0) / 2
             bins[min(int((middle - began) / width), len(bins) - 1)] += line.get("samples", 0)
-    if len(bins) < 3:
+    if len(bins) < 4:
         return ""
-    bins[-1] *= width / max(1e-9, (ended - began) - (len(bins) - 1) * width)
+    bins = bins[:-1]  # of which only a part was
     x = (np.arange(len(bins)) + 0.5) * width
     return lines(
         [("samples/s", "#2f7ed8", x, bins / width)],
@@ -323,7 +328,6 @@ def _time_by_worker(figures: Mapping[str, Any]) -> str:
                     f'<text x="{x + wide / 2:.1f}" y="{y + 17}" text-anchor="middle" style="fill:#fff">{share:.0%}</text>'
                 )
             x += wide
-    out.append("</svg>")
     notes = [
         f"▲ {name} needs {times:g} times as long for a step as the others."
         for name, times in figures["stragglers"].items()
@@ -334,7 +338,7 @@ def _time_by_worker(figures: Mapping[str, Any]) -> str:
         else []
     )
     return (
-        "".join(out)
+        _chart(out)
         + legend([(kind, COLOURS[kind]) for kind in kinds])
         + "".join(f"<p>{_safe(each)}</p>" for each in notes)
     )
@@ -376,7 +380,7 @@ def _latencies(record: RunRecord) -> str:
     for tick in ticks(float(edges[0]), float(edges[-1])):
         x = left + (tick - edges[0]) / (edges[-1] - edges[0] or 1) * (width - left - 12)
         out.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{_seconds(tick)}</text>')
-    return "".join(out) + "</svg>"
+    return _chart(out)
 
 
 def _scaling(figures: Mapping[str, Any]) -> str:

@@ -207,7 +207,7 @@ def totals(lines: Sequence[Mapping[str, Any]]) -> Totals:
             seconds[kind] = seconds.get(kind, 0.0) + spent
 
     def total(key: str) -> float:
-        return sum(line[key] for line in lines if isinstance(line.get(key), (int, float)))
+        return float(sum(line[key] for line in lines if isinstance(line.get(key), (int, float))))
 
     def moved(way: str) -> int:
         return int(sum(n for line in lines for name, n in _numbers(line.get("bytes")) if name == way))

@@ -17,17 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import ClusterError
 from shoal.observe import record as records
 from shoal.observe import runs
 
 POLL_S = 0.2
 END_S = 90.0
 """From SIGTERM to the end, in which it finishes its step and saves."""
-
-
-class TrialFailed(ShoalError):
-    """A run that was to be measured ended before it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +73,7 @@ class Trial:
         rate = records.samples_per_s(records.read(path)) if found else None
         if rate is None:
             last = "\n".join(errors.decode(errors="replace").splitlines()[-12:])
-            raise TrialFailed(
+            raise ClusterError(
                 f"the script could not be measured with {self.workers} worker{'s' if self.workers > 1 else ''}: it ended with code "
                 f"{process.returncode} before it had trained for long enough. The run that is reported on was not touched; what it "
                 f"left is in {path}. Its last lines:\n{last}"

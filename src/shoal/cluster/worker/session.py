@@ -58,7 +58,7 @@ class _Session:
     runs_collectives: bool = False
     is_live: bool = True
     live_output: tuple[int, int] | None = None
-    sink: Callable[[Progress], None] | None = None
+    sink: Callable[[Progress], object] | None = None
     num_calls: int = 0
     num_begun: int = 0  # calls that every rank makes; one less than num_calls while it waits for the others
     is_waiting: bool = False  # for the other ranks, at a call or at the script's end

@@ -199,7 +199,7 @@ class WandB(Tracker):
             id=known or None,
             resume="allow" if known else None,
             config=about,
-            mode=self._mode,  # type: ignore[arg-type]  # checked above
+            mode=self._mode,
             dir=os.fspath(trainer.run_dir),
             settings=wandb.Settings(silent=True, console="off"),
         )
