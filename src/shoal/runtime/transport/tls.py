@@ -145,7 +145,8 @@ class TlsStream(ssl.SSLSocket):
         view = memoryview(buffer)[: nbytes or None]
         if self.gettimeout() != 0:
             return super().recv_into(view, None, flags)  # a blocking read returns what there is
-        filled, size, read = 0, len(view), self.read
+        filled, size = 0, len(view)
+        read: Any = self.read  # typed as if it always made new bytes
         try:
             while filled < size:
                 count = read(size - filled, view[filled:])
