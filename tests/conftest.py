@@ -87,7 +87,7 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
     def leaked() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
 
-    wait_until(lambda: not leaked(), timeout_s=2.0)
+    wait_until(lambda: not leaked())
     assert not leaked(), f"threads left behind: {leaked()}"
     changed = {
         name

@@ -25,7 +25,7 @@ from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.supervisor.sockets import Control, ask
 from shoal.cluster.supervisor.worker_handle import WorkerHandle
 from shoal.data.remote import block_server
-from shoal.data.remote.peers import LIMITS, BlockConnection, Hosts
+from shoal.data.remote.peers import LIMITS, BlockConnection, PeerHosts
 from shoal.errors import WireError
 from shoal.ps.server.actions import DropPeer, Reply, Request
 from shoal.ps.server.core import ServerCore
@@ -235,7 +235,7 @@ def test_a_block_server_outlives_hostile_frames_and_serves_no_file_but_its_own(
     secret.write_bytes(b"secret")
     own.write_bytes(b"own")
     book: dict[str, str] = {}
-    hosts = Hosts(
+    hosts = PeerHosts(
         tmp_path / "hosts",
         rank=0,
         homes=(0, 1, 2),

@@ -11,12 +11,20 @@ from pathlib import Path
 import pytest
 from jobs import SCRIPT, HostsJob, differences
 
+from whole_matrix import matrix_only
+
 OPTIONS = {"ddp": ("--exchange", "native"), "ps": ("--strategy", "ps", "--servers", "2")}
 
 
 @pytest.mark.parametrize(
     ("strategy", "workers", "hosts"),
-    [("ddp", 2, 2), ("ddp", 3, 2), ("ddp", 4, 3), ("fsdp", 3, 2), ("tp", 2, 2), ("pp", 3, 3), ("ps", 3, 2)],
+    [
+        ("ddp", 4, 3),
+        ("fsdp", 3, 2),
+        ("pp", 3, 3),
+        ("ps", 3, 2),
+        *matrix_only(("ddp", 2, 2), ("ddp", 3, 2), ("tp", 2, 2)),
+    ],
 )
 def test_hosts_compute_the_bits_of_one_host(
     strategy: str,

@@ -101,7 +101,7 @@ def _leaves_nothing_behind(warm_parent: WarmParent) -> Iterator[None]:
     def left() -> dict[str, set[str]]:
         return {what: there - before[what] for what, there in world().items() if there - before[what]}
 
-    wait_until(lambda: not left(), timeout_s=5.0)
+    wait_until(lambda: not left())
     assert not left()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.config.faults import Faults
+from whole_matrix import matrix_only
 
 SCRIPT = """
 import sys, torch, shoal
@@ -60,9 +61,9 @@ def alone_in_one_process(launch_script: Callable[..., Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("strategy", "workers", "options"),
     [
-        ("fsdp", 2, {"checkpoint_activations": True}),
-        ("fsdp", 3, {"offload": True}),
+        ("fsdp", 3, {"checkpoint_activations": True, "offload": True}),
         ("dp=2,fsdp=2", 4, {}),
+        *matrix_only(("fsdp", 2, {"checkpoint_activations": True}), ("fsdp", 3, {"offload": True})),
     ],
 )
 def test_sharded_training_is_that_of_one_process_and_a_kill_takes_all_back(

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.config.faults import Faults
 from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from whole_matrix import matrix_only
 
 BITS = """
 import hashlib, torch, shoal
@@ -72,7 +73,9 @@ for factory, x in inputs.items():
 """
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("fsdp", 3), ("tp", 2), ("pp", 3), ("fsdp=2,tp=2", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("fsdp", 3), ("tp", 2), ("pp", 3), *matrix_only(("fsdp=2,tp=2", 4))]
+)
 def test_factory_gives_the_bits_of_a_model_built_whole(
     launch_script: Callable[..., Any], strategy: str, workers: int
 ) -> None:

@@ -287,6 +287,8 @@ def test_asked_to_leave_they_meet_and_save_before_the_round_is_over(
                 time.sleep(0.001 * shoal.rank())
                 if self.calls == 5 and shoal.rank() == 2:
                     pathlib.Path("at-work").touch()
+                while self.calls == 5 and not pathlib.Path("at-work").exists():
+                    time.sleep(0.001)  # or on a busy machine they are a million steps ahead, which the last has to make up
                 self.calls += 1
                 return super().forward(x)
 

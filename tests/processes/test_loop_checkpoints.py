@@ -71,11 +71,7 @@ def test_a_loop_that_is_asked_to_leave_saves_and_goes_on_at_any_number_of_worker
     out.mkdir()
     (tmp_path / "stop-at").write_text(str(stop))
 
-    def ask() -> None:
-        os.kill(os.getpid(), signum)
-        (tmp_path / "now").unlink()
-
-    at_file(tmp_path / "now", ask)
+    at_file(tmp_path / "now", lambda: os.kill(os.getpid(), signum))
     cut = launch_script(SCRIPT, workers=workers, args=(str(out),), name="cut")
     assert cut.exit_code == 128 + signum
     assert "the loop saves at its next shoal.checkpoint" in cut.stderr

@@ -10,6 +10,8 @@ import torch
 from launched import Launched
 from safetensors.torch import load_file
 
+from whole_matrix import matrix_only
+
 Launch = Callable[..., Launched]
 
 HEAD = """
@@ -178,7 +180,7 @@ for a, b in batches:
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ps"])
+@pytest.mark.parametrize("strategy", ["ddp", *matrix_only("ps")])
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -8,6 +8,7 @@ import pytest
 from launched import Launched
 
 from shoal.errors import ConfigError
+from whole_matrix import matrix_only
 
 PROLOGUE = """
 import torch, shoal
@@ -67,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ps", "ps:async"])
+@pytest.mark.parametrize("strategy", ["ps", *matrix_only("ps:async")])
 @pytest.mark.parametrize("case", CASES)
 def test_a_mistake_ends_the_job_with_what_to_do(
     launch_script: Callable[..., Launched], case: str, strategy: str

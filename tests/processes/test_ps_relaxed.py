@@ -16,6 +16,7 @@ import pytest
 from launched import Launched
 
 from shoal import Faults
+from whole_matrix import matrix_only
 
 SCRIPT = Path(__file__).parent / "scripts" / "ps_counting.py"
 NUM_STEPS = 60  # of an epoch
@@ -48,7 +49,7 @@ def counted(launch_script: Launch, tmp_path: Path) -> Counted:
     ("strategy", "workers", "servers", "faults"),
     [
         ("ps:async", 3, 2, None),
-        ("ps:async", 3, 2, Faults().kill("worker-1", at_step=30)),
+        *matrix_only(("ps:async", 3, 2, Faults().kill("worker-1", at_step=30))),
         ("ps:async", 2, 2, Faults().kill("coordinator", at_step=20).kill("worker-1", at_step=90)),
         ("ps:ssp=2", 3, 1, Faults().kill("worker-0", at_step=30, at="worker: committed, not counted")),
         ("ps:ssp=2", 2, 2, Faults().kill("server-1", at_step=30)),

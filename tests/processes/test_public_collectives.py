@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from launched import Launched
 
+from whole_matrix import matrix_only
+
 Launch = Callable[..., Launched]
 
 ALL = """
@@ -37,13 +39,13 @@ print("done", me)
 """
 
 
-@pytest.mark.parametrize("workers", [1, 3, 4])
+@pytest.mark.parametrize("workers", [1, 3, *matrix_only(4)])
 def test_every_rank_gets_what_all_brought(launch_script: Launch, workers: int) -> None:
     done = launch_script(ALL.replace("KILL", "False"), workers=workers, quiet=True)
     assert done.exit_code == 0, done.error
 
 
-@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("workers", [4, *matrix_only(3)])
 def test_a_replaced_worker_is_given_what_it_missed(launch_script: Launch, workers: int) -> None:
     done = launch_script(ALL.replace("KILL", "True"), workers=workers, quiet=True)
     assert done.exit_code == 0, done.error

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from shoal.cluster.launch.api import resume_config
 from shoal.errors import Interrupted
 from waiting import wait_until
+from whole_matrix import matrix_only
 
 Launch = Callable[..., Launched]
 AtFile = Callable[[Path, Callable[[], object]], None]
@@ -65,7 +66,7 @@ def assert_same_bits(one: Results, other: Results) -> None:
     assert one[1] == other[1]
 
 
-@pytest.mark.parametrize(("workers", "stop"), [(1, 6), (3, 3), (3, 7)])
+@pytest.mark.parametrize(("workers", "stop"), [(1, 6), (3, 7), *matrix_only((3, 3))])
 def test_at_the_same_number_of_workers_the_bits_are_those_of_an_undisturbed_job(
     launch_script: Launch, tmp_path: Path, workers: int, stop: int
 ) -> None:

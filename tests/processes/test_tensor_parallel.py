@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.config.faults import Faults
+from whole_matrix import matrix_only
 
 SCRIPT = """
 import json, torch, shoal
@@ -107,11 +108,10 @@ def known(
 @pytest.mark.parametrize(
     ("strategy", "workers", "dropout", "options"),
     [
-        ("tp", 2, 0.1, {}),
         ("tp", 3, 0.1, SEQUENCE),
         ("tp", 4, 0.1, SEQUENCE | {"checkpoint_activations": True}),
         ("fsdp=2,tp=2", 4, 0.0, SEQUENCE),
-        ("dp=2,tp=2", 4, 0.0, {}),
+        *matrix_only(("tp", 2, 0.1, {}), ("dp=2,tp=2", 4, 0.0, {})),
     ],
 )
 def test_cut_layers_compute_what_whole_ones_do(

@@ -66,7 +66,7 @@ def kubernetes(
             "and name it with --image."
         )
     _refuse(name, workers, hosts)
-    job = manifests.Manifest(
+    job = manifests.KubernetesJob(
         name=name,
         image=image,
         script=script,

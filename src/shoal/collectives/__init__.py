@@ -10,15 +10,18 @@ laid out for it.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
-    from shoal.train.collective_calls import all_gather as all_gather
-    from shoal.train.collective_calls import all_reduce as all_reduce
-    from shoal.train.collective_calls import barrier as barrier
-    from shoal.train.collective_calls import broadcast as broadcast
-    from shoal.train.collective_calls import matmul as matmul
-    from shoal.train.collective_calls import reduce_scatter as reduce_scatter
+    from shoal.collectives.calls import all_gather as all_gather
+    from shoal.collectives.calls import all_reduce as all_reduce
+    from shoal.collectives.calls import barrier as barrier
+    from shoal.collectives.calls import broadcast as broadcast
+    from shoal.collectives.calls import matmul as matmul
+    from shoal.collectives.calls import reduce_scatter as reduce_scatter
+
+T = TypeVar("T")
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "matmul", "reduce_scatter"]
 
@@ -26,8 +29,14 @@ __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "matmul", "reduce
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'shoal.collectives' has no attribute '{name}'")
-    # They survive deaths, which is known only further up: this folder is below.
-    return getattr(importlib.import_module("shoal.train.collective_calls"), name)
+    # Not before they are asked for: they load torch, and specs in this folder must not.
+    return getattr(importlib.import_module("shoal.collectives.calls"), name)
+
+
+def _run_over_deaths(call: str, number: int, run: Callable[[Any], T], timeout_s: float | None) -> T:
+    # By name: that a call survives deaths is known only further up, and this folder is below.
+    module = importlib.import_module("shoal.train.collective_run")
+    return cast(T, module.run_over_deaths(call, number, run, timeout_s))
 
 
 def __dir__() -> list[str]:

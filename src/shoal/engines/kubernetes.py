@@ -26,7 +26,7 @@ GRACE_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class KubernetesJob:
     """A job as its manifests describe it."""
 
     name: str
@@ -70,7 +70,7 @@ class Kubernetes:
         return ""
 
 
-def render(job: Manifest) -> list[dict[str, Any]]:
+def render(job: KubernetesJob) -> list[dict[str, Any]]:
     """Secret, Service, NetworkPolicy and JobSet, in the order in which they are applied."""
     labels = {"app.kubernetes.io/name": "shoal", "app.kubernetes.io/instance": job.name}
     meta = {"name": job.name, "namespace": job.namespace, "labels": labels}
@@ -117,7 +117,7 @@ def render(job: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def render_trainjob(job: Manifest) -> dict[str, Any]:
+def render_trainjob(job: KubernetesJob) -> dict[str, Any]:
     """Kubeflow's TrainJob: torchrun of its runtime starts `shoal run --on torchrun` on every node."""
     run = ["shoal", "run", "--on", "torchrun", "--name", job.name, job.script, *job.args]
     return {
@@ -139,7 +139,7 @@ def render_trainjob(job: Manifest) -> dict[str, Any]:
     }
 
 
-def _job(job: Manifest, labels: Mapping[str, str], *, is_head: bool) -> dict[str, Any]:
+def _job(job: KubernetesJob, labels: Mapping[str, str], *, is_head: bool) -> dict[str, Any]:
     head = f"{job.name}-head-0-0.{job.name}"
     ip = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     if is_head:
@@ -192,7 +192,7 @@ def _job(job: Manifest, labels: Mapping[str, str], *, is_head: bool) -> dict[str
     }
 
 
-def _key(job: Manifest) -> dict[str, Any]:
+def _key(job: KubernetesJob) -> dict[str, Any]:
     return {"name": KEY_VARIABLE, "valueFrom": {"secretKeyRef": {"name": job.name, "key": SECRET_KEY}}}
 
 

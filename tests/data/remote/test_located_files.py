@@ -17,7 +17,7 @@ from shoal.cluster.hosts.authority import Authority
 from shoal.data.remote import block_server, blocks, located_files
 from shoal.data.remote.block_server import BlockServer
 from shoal.data.remote.located_files import LocatedFiles, LocationConfig, files_at
-from shoal.data.remote.peers import BlockConnection, Hosts, ServerAddress
+from shoal.data.remote.peers import BlockConnection, PeerHosts, ServerAddress
 from shoal.errors import ConfigError, DataError, FileLost, NoFiles, WireError
 from shoal.runtime.transport.messages.blocks import (
     AskBlock,
@@ -76,7 +76,7 @@ class Cluster:
         self.files = [
             LocatedFiles(
                 config,
-                Hosts(
+                PeerHosts(
                     tmp_path / "hosts",
                     rank=host,
                     homes=range(num_hosts),

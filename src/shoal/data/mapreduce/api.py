@@ -51,7 +51,7 @@ from shoal.data.mapreduce.tasks import (
 )
 from shoal.data.order import Order
 from shoal.data.reader import Reader
-from shoal.data.remote.peers import Hosts
+from shoal.data.remote.peers import PeerHosts
 from shoal.data.sources.source import Source, name_of
 from shoal.data.stream import Stream
 from shoal.errors import ConfigError
@@ -195,7 +195,7 @@ def map_reduce(
         name = numbered(description)
         place = own or in_scratch(f"{name}-host-{job.host}")
         shuffle = Shuffle(
-            name, place, Hosts.of_job(), num_partitions=num_partitions, timeout_s=float(timeout_s)
+            name, place, PeerHosts.of_job(), num_partitions=num_partitions, timeout_s=float(timeout_s)
         )
         shuffle.share()
     elif own is not None:

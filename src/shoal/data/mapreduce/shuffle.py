@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.data.remote.block_server import OwnBlockServer
-from shoal.data.remote.peers import Hosts
+from shoal.data.remote.peers import PeerHosts
 from shoal.data.remote.runs import output_name
 from shoal.errors import MapReduceStalled
-from shoal.runtime.transport.messages.blocks import BlockKept, BlockRefused, FetchRun, RunState, ShareRun
+from shoal.runtime.transport.messages.blocks import BlockKept, BlockRefused, FetchRun, ShareRun, ShuffleState
 from shoal.runtime.transport.messages.message import Message
 
 _PAUSES_S = (0.01, 0.25)
@@ -30,7 +30,7 @@ class Shuffle:
     """One call of map_reduce, as a process of one host sees it."""
 
     def __init__(
-        self, run: str, directory: Path, hosts: Hosts, *, num_partitions: int, timeout_s: float
+        self, run: str, directory: Path, hosts: PeerHosts, *, num_partitions: int, timeout_s: float
     ) -> None:
         self._run, self._directory, self._hosts, self._timeout_s = run, directory, hosts, timeout_s
         self._server = OwnBlockServer(hosts, timeout_s=timeout_s)
@@ -48,7 +48,7 @@ class Shuffle:
         """Fetch the result from a host that has all of it, and may have removed what its map tasks gave."""
         for host in self._hosts.others:
             state = self._ask(host, _NO_TASK, -1)
-            if isinstance(state, RunState) and state.is_complete:
+            if isinstance(state, ShuffleState) and state.is_complete:
                 answers = (self._ask(host, part, -1) for part in part_names)
                 if all(isinstance(answer, BlockKept) for answer in answers):
                     return True
@@ -92,7 +92,7 @@ class Shuffle:
             match self._ask(host, task, partition):
                 case BlockKept():
                     return True
-                case RunState(newest, is_complete):
+                case ShuffleState(newest, is_complete):
                     if is_complete and partition >= 0:
                         return False
                     reason = "it has not finished it"

@@ -28,7 +28,7 @@ from pathlib import Path
 from shoal.data.files import FileInfo, SharedFiles
 from shoal.data.remote import blocks
 from shoal.data.remote.blocks import FileBlock, HostCache, num_blocks, routes
-from shoal.data.remote.peers import LIMITS, BlockConnection, ConnectionPool, Hosts
+from shoal.data.remote.peers import LIMITS, BlockConnection, ConnectionPool, PeerHosts
 from shoal.data.remote.runs import SharedRuns
 from shoal.errors import DataError, FileLost, ShoalError, WireError
 from shoal.runtime import events
@@ -83,7 +83,7 @@ _OF_ANY_HOST = (AskFiles, AskBlock, WhichBlocks, TakeBlock, AskRun)
 class BlockServer:
     """Serves until it is closed. All methods but `close` run in its own threads."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: PeerHosts) -> None:
         self._hosts = hosts
         self._cache = HostCache(hosts.folder() / "blocks")
         self._cache_use: UseCache | None = None
@@ -426,7 +426,7 @@ _servers: dict[
 ] = {}  # of this process, by their host's folder: the block server and its lock
 
 
-def connect_block_server(hosts: Hosts, *, timeout_s: float) -> BlockConnection:
+def connect_block_server(hosts: PeerHosts, *, timeout_s: float) -> BlockConnection:
     """A line to my host's block server, which may become this process."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.001
     while True:
@@ -453,7 +453,7 @@ class OwnBlockServer:
     What was told is told again to one that took over.
     """
 
-    def __init__(self, hosts: Hosts, *, timeout_s: float) -> None:
+    def __init__(self, hosts: PeerHosts, *, timeout_s: float) -> None:
         self._hosts, self._timeout_s = hosts, timeout_s
         self._told: dict[tuple[str, str], Message] = {}
         self._line: tuple[int, BlockConnection] | None = None  # with the process that made it
@@ -519,7 +519,7 @@ def close_block_server(folder: Path) -> None:
     os.close(lock)
 
 
-def _become_block_server(hosts: Hosts) -> bool:
+def _become_block_server(hosts: PeerHosts) -> bool:
     folder = hosts.folder()
     if folder in _servers:
         return False  # it is starting, or closing

@@ -23,7 +23,7 @@ from shoal.data.remote import blocks
 from shoal.data.remote.block_server import OwnBlockServer
 from shoal.data.remote.blocks import BlockReader, FileBlock, HostCache
 from shoal.data.remote.copies import CopiedFiles
-from shoal.data.remote.peers import BlockConnection, Hosts
+from shoal.data.remote.peers import BlockConnection, PeerHosts
 from shoal.errors import ConfigError, DataError, FileLost, NoFiles, WireError
 from shoal.runtime.transport.messages.blocks import (
     AskFiles,
@@ -63,9 +63,9 @@ class LocationConfig:
 class LocatedFiles(Files):
     """Files over several hosts. Usable from several threads, and in forked children."""
 
-    def __init__(self, config: LocationConfig, hosts: Hosts | None = None) -> None:
+    def __init__(self, config: LocationConfig, hosts: PeerHosts | None = None) -> None:
         self._config = config
-        self._hosts = hosts or Hosts.of_job()
+        self._hosts = hosts or PeerHosts.of_job()
         directory = (
             Path(config.cache_directory) / f"host-{self._hosts.mine}"
             if config.cache_directory is not None

@@ -104,7 +104,7 @@ class ConnectionPool:
                 lines.pop().close()
 
 
-class Hosts:
+class PeerHosts:
     """The hosts of this job, by the homes of their ranks, and this process's place among them.
 
     A rank that runs elsewhere for a while stands for its home there.
@@ -135,7 +135,7 @@ class Hosts:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @classmethod
-    def of_job(cls) -> Hosts:
+    def of_job(cls) -> PeerHosts:
         job = jobs.current()
         directory = scratch.directory("hosts")
         if not job.is_on_several_hosts:

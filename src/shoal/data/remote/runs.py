@@ -20,8 +20,8 @@ from shoal.runtime.transport.messages.blocks import (
     BlockRefused,
     FetchRun,
     RunPart,
-    RunState,
     ShareRun,
+    ShuffleState,
 )
 from shoal.runtime.transport.messages.message import Message
 
@@ -85,10 +85,10 @@ class SharedRuns:
         return BlockKept(f"host {wanted.host}")
 
 
-def _state(run: ShareRun) -> RunState:
+def _state(run: ShareRun) -> ShuffleState:
     files = set(os.listdir(run.directory))
     is_complete = all(f"part-{number:05d}" in files for number in range(run.num_partitions))
     claims = os.path.join(run.directory, "claims")
     with os.scandir(claims if os.path.isdir(claims) else run.directory) as entries:
         times = [entry.stat().st_mtime_ns for entry in entries]
-    return RunState(max([os.stat(run.directory).st_mtime_ns, *times]), is_complete)
+    return ShuffleState(max([os.stat(run.directory).st_mtime_ns, *times]), is_complete)

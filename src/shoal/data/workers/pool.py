@@ -56,7 +56,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-class Ticket(NamedTuple, Generic[Task]):
+class PoolTicket(NamedTuple, Generic[Task]):
     """One task for one process."""
 
     process: int
@@ -96,7 +96,7 @@ class TaskQueue(Generic[Task, Result]):
     def join(self, process: int) -> None:
         self._held[process] = deque()
 
-    def hand_out(self) -> list[Ticket[Task]]:
+    def hand_out(self) -> list[PoolTicket[Task]]:
         """What to send now, in order. A process that holds little is served first."""
         tickets = []
         while free := [process for process, held in self._held.items() if len(held) < self._ahead]:
@@ -105,7 +105,7 @@ class TaskQueue(Generic[Task, Result]):
             if number is None:
                 break
             self._held[process].append(number)
-            tickets.append(Ticket(process, number, self._open[number]))
+            tickets.append(PoolTicket(process, number, self._open[number]))
         return tickets
 
     def finish(self, process: int, number: int, result: Result) -> bool:

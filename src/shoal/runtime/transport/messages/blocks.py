@@ -146,7 +146,7 @@ class ShareRun(Message, frozen=True, tag="share-run"):
 
 class FetchRun(Message, frozen=True, tag="fetch-run"):
     """Worker to its keeper: "get the output of a task, or one partition of it (-1: all), from this host". Answered by
-    BlockKept, RunState or BlockRefused.
+    BlockKept, ShuffleState or BlockRefused.
     """
 
     run: Text
@@ -157,7 +157,7 @@ class FetchRun(Message, frozen=True, tag="fetch-run"):
 
 class AskRun(Message, frozen=True, tag="ask-run"):
     """Keeper to keeper: "the output of this task, or one partition of it, from this byte on". Answered by RunPart, by
-    RunState where it is not there, or by BlockRefused where that host has not come to the map-reduce.
+    ShuffleState where it is not there, or by BlockRefused where that host has not come to the map-reduce.
     """
 
     run: Text
@@ -172,7 +172,7 @@ class RunPart(Message, frozen=True, tag="run-part"):
     num_bytes: Count
 
 
-class RunState(Message, frozen=True, tag="run-state"):
+class ShuffleState(Message, frozen=True, tag="run-state"):
     """Keeper to keeper or worker: "it is not here", a number that changes while tasks go on, and whether this host has the
     whole result.
     """

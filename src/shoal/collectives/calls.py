@@ -1,4 +1,4 @@
-"""`shoal.collectives` for scripts: the same call on every rank, the same result at any number of workers.
+"""Collective calls for scripts: the same call on every rank, the same result at any number of workers.
 
     total = shoal.collectives.all_reduce(gradient, timeout_s=30)
 
@@ -18,15 +18,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shoal.collectives import operations
+from shoal.collectives import _run_over_deaths, operations
 from shoal.collectives.operations import described
-from shoal.collectives.reducer import Reducer, ViaGather, gather_any
+from shoal.collectives.reducer import Reducer, gather_any
 from shoal.collectives.schemes import part_bounds
 from shoal.config import job as jobs
 from shoal.errors import ConfigError
-from shoal.recovery.elastic_group import ElasticGroup
-from shoal.recovery.rendezvous import CollectiveTimeout
-from shoal.train.custom import present_moment
 
 T = TypeVar("T")
 
@@ -140,26 +137,12 @@ def collectively(call: str, run: Callable[[Reducer], T], timeout_s: float | None
     if timeout_s is not None and not timeout_s > 0:
         raise ConfigError(f"{call} was given timeout_s={timeout_s}: it must be above 0 s. Nothing was sent.")
     number = next(_numbers)
-    strategy, remembered = present_moment()
-    job = jobs.current()
 
     def alike(ranks: Reducer) -> T:
         operations.refuse_different(ranks, call, number)
         return run(ranks)
 
-    def exchange() -> T:
-        replay_log = strategy.replay_log
-        if isinstance(replay_log, ElasticGroup):
-            patience = CollectiveTimeout(call, timeout_s) if timeout_s is not None else None
-            return replay_log.run(
-                alike,
-                "a call of shoal.collectives",
-                timeout=patience,
-                doing=f"{call}, its call {number} of shoal.collectives",
-            )
-        return alike(ViaGather(job.rank, job.num_workers, strategy.gather))
-
-    return remembered(call.partition("(")[0], exchange)
+    return _run_over_deaths(call, number, alike, timeout_s)
 
 
 def _check(tensor: Tensor, what: str, op: str | None = None) -> None:
