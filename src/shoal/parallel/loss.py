@@ -486,6 +486,21 @@ class OwnLoss(LossRule):
         return float(num_local) if labels is None else float(torch.ne(labels, -100).sum())
 
 
+class StepLoss(OwnLoss):
+    """The loss that a `training_step` of the user's returns: a mean over samples, or a pair (sum, count)."""
+
+    name = "training_step"
+
+    def __init__(self) -> None:
+        super().__init__(watches=True)
+
+    def predictions(self, output: Tree) -> Tree:
+        return output
+
+    def _guess(self, inputs: Tree, num_local: int) -> float:
+        return float(num_local)  # and `check_forward` looks whether it is
+
+
 _COUNT = "_shoal_count"
 
 

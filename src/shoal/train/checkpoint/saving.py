@@ -207,7 +207,9 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
     _load(trainer, found, with_optimizer=True)
     for name, value in saved["position"].items():
         setattr(progress.position, name, value)
-    trainer.strategy.step = trainer.step
+    trainer.strategy.step = trainer.step * len(
+        trainer.turns
+    )  # each turn is a commit, and draws its own numbers
     leases = _leases(trainer, saved)
     progress.num_skipped_steps = saved["skipped_steps"]
     if trainer.scheduler is not None and saved["scheduler"] is not None:
