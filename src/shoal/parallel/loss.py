@@ -168,6 +168,7 @@ class LossRule(Protocol):
         self, call: Callable[[Tree], Tree], parts: Sequence[tuple[Tree, int]], num_global: int, like: Tree
     ) -> None:
         """Refuse a loss within forward that would mean something else when its batch is cut."""
+        return None
 
     def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
         """The model's output, by `call`; what this rule has to see of the forward, it watches."""

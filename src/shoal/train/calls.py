@@ -291,6 +291,15 @@ OTHER_PRECISIONS = {"bf16-mixed": "bf16", "bfloat16": "bf16", "32-true": "float3
 """Names of Trainer(precision=) in other libraries."""
 
 
+def refuse_fp16(precision: str) -> None:
+    if precision in ("fp16", "float16", "half", "16-mixed", "fp16-mixed"):
+        raise ConfigError(
+            f"precision={precision!r} needs a loss scaler, whose scale every worker and every server would have to follow, and the "
+            "Trainer has none. Nothing was trained; use precision='bf16', which needs none, or a loop of your own with "
+            "torch.amp.GradScaler under --strategy ddp."
+        )
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

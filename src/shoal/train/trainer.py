@@ -51,6 +51,7 @@ from shoal.train.calls import (
     next_number,
     refuse_as_optimizers,
     refuse_beside_step,
+    refuse_fp16,
     refuse_hooks,
     signals_finish_the_step,
     turns_of,
@@ -172,6 +173,7 @@ class Trainer:
         """
         check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
         precision = OTHER_PRECISIONS.get(precision, precision)
+        refuse_fp16(precision)
         check_choice("precision", precision, ("float32", "bf16"))
         check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
         check_callable("model", model, "an nn.Module, or a function that builds one", nn.Module)
