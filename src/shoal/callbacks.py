@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.train.callbacks.average import WeightAverage
 from shoal.train.callbacks.base import Callback
 from shoal.train.callbacks.logs import CSVLog, JSONLog, LearningRateMonitor, TensorBoard
 from shoal.train.callbacks.monitored import EarlyStopping, ModelCheckpoint, StopAtStep
@@ -19,4 +20,5 @@ __all__ = [
     "StopAtStep",
     "TensorBoard",
     "WandB",
+    "WeightAverage",
 ]

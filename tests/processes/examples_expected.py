@@ -62,6 +62,12 @@ def check_vae(output: str) -> None:
     assert numbers(r"([\d.]+)% of the pictures' variance", output)[0] > 20
 
 
+def check_gan(output: str) -> None:
+    off, from_centre = numbers(r"points, ([\d.]+) from the ring on average, mean ([\d.]+)", output)
+    assert off < 0.6
+    assert from_centre < 0.8
+
+
 def check_custom_loop(output: str) -> None:
     falls(numbers(r"loss ([\d.]+)", output), by=0.5)
     assert numbers(r"accuracy ([\d.]+)", output)[-1] > 0.5
@@ -113,6 +119,7 @@ EXAMPLES = [
         exact=True,
     ),
     Example("vae", ["--samples", "2000", "--size", "8"], check_vae, exact=False),
+    Example("gan", [], check_gan, exact=False),
     Example("custom_loop", ["--samples", "1000"], check_custom_loop, exact=True),
     Example("table_features", ["--rows", "8000", "--out", "out/table"], check_table_features, exact=True),
 ]

@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import shoal
 from shoal.errors import ConfigError, NonFiniteLoss, TrainingError
 from shoal.train.callbacks.base import Callback, StepLogs
+from shoal.train.calls import build_optimizer, turns_of
 
 # ---- the same weights ----------------------------------------------------------------------------
 
@@ -658,3 +659,37 @@ def test_a_saved_model_is_plain_safetensors_and_loads_into_another_trainer(tmp_p
     second.load(tmp_path / "out")
     assert_same_bits(weights(second.model), weights(first.model))
     assert second.step == 0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "16-mixed", "half"])
+def test_fp16_is_refused_with_the_reason_and_what_to_use(precision: str) -> None:
+    with pytest.raises(ConfigError, match=r"loss scaler.*precision='bf16'.*GradScaler"):
+        shoal.Trainer(nn.Linear(2, 1), loss=nn.MSELoss(), precision=precision)
+
+
+def test_a_trainer_takes_a_loss_or_a_training_step() -> None:
+    with pytest.raises(ConfigError, match="given neither"):
+        shoal.Trainer(nn.Linear(2, 1))
+    with pytest.raises(ConfigError, match="given both"):
+        shoal.Trainer(nn.Linear(2, 1), loss=nn.MSELoss(), training_step=print)
+    with pytest.raises(ConfigError, match="needs training_step="):
+        shoal.Trainer(nn.Linear(2, 1), loss=nn.MSELoss(), optimizer={"weight": torch.optim.SGD})
+    trainer = shoal.Trainer(nn.Linear(2, 1), training_step=print)
+    with pytest.raises(ConfigError, match="Nothing was evaluated"):
+        trainer.evaluate([(torch.ones(2), torch.ones(1))])
+
+
+def test_several_optimizers_name_parts_of_the_model_and_are_of_one_class() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
+    with pytest.raises(ConfigError, match=r"'c'.*it has a, b"):
+        build_optimizer({"a": torch.optim.SGD, "c": torch.optim.SGD}, model)
+    with pytest.raises(ConfigError, match="SGD and Adam"):
+        build_optimizer({"a": torch.optim.SGD, "b": torch.optim.Adam}, model)
+    whole = build_optimizer(
+        {"a": lambda p: torch.optim.SGD(p, lr=1.0), "b": lambda p: torch.optim.SGD(p, lr=2.0)}, model
+    )
+    assert [group["lr"] for group in whole.param_groups] == [1.0, 2.0]
+    first, second = turns_of({"a": None, "b": None}, model)
+    assert first is not None
+    assert second is not None
+    assert (first.name, list(first.others)) == ("a", list(model["b"].parameters()))

@@ -71,6 +71,36 @@ class ModelCall:
         return self._run(inputs, **self._fixed)
 
 
+class StepCall:
+    """Calls a `training_step` of the user's within the model's own call, so that its hooks run: fsdp gathers by them."""
+
+    def __init__(self, job: TrainJob) -> None:
+        self._job = job
+
+    def __call__(self, batch: Tree) -> Any:
+        job, model = self._job, self._job.model
+        assert job.training_step is not None
+        own = model.__dict__.get("forward")
+
+        def give_back() -> None:
+            model.__dict__.pop("forward", None)
+            if own is not None:
+                model.__dict__["forward"] = own
+
+        def forward(batch: Tree) -> Any:
+            give_back()  # the step may call the model
+            assert job.training_step is not None
+            names = () if job.turn is None else (job.turn.name,)
+            value = job.training_step(model, batch, *names)
+            return {"loss": value} if isinstance(value, tuple) and len(value) == 2 else value
+
+        model.__dict__["forward"] = forward
+        try:
+            return model(batch)
+        finally:
+            give_back()
+
+
 _MARK = "_shoal_runs_again"
 _TABLES = (nn.Embedding, nn.EmbeddingBag, HashEmbedding)
 
@@ -212,6 +242,7 @@ class Compute:
         # In evaluation mode BatchNorm exchanges nothing; a model of which ranks hold parts does.
         self._forward_is_collective = borrowed_run_back
         self._call = ModelCall(job.model, compile=job.compile)
+        self._step_call = StepCall(job) if job.training_step is not None else None
         self._tells_graphs = job.compile
         self._next_check = 1 if check_loss else 0
         self._num_steps = 0  # of this process
@@ -238,6 +269,21 @@ class Compute:
         self._num_steps += 1
         if not job.model.training:
             job.model.train()
+        others = job.turn.others if job.turn is not None else ()
+        if not self._forward_is_collective:  # fsdp looks at these flags once, when it gathers first
+            for parameter in others:
+                parameter.requires_grad_(False)
+        try:
+            return self._forward_backward(batch, rank=rank, step=step, before_backward=before_backward)
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+                parameter.grad = None
+
+    def _forward_backward(
+        self, batch: Slice, *, rank: int, step: int, before_backward: Callable[[LossSum], None] | None
+    ) -> LossSum:
+        job = self._job
         pieces = batch.cut(job.num_micro)
         totals: list[Tensor] = []
         outputs: list[Tree] = []
@@ -248,7 +294,7 @@ class Compute:
             if self._ranks is not None:
                 self._ranks.is_borrowed = piece.borrowed
             placed = self._placed(piece.batch)
-            (inputs, target), weight = split_target(placed), weight_of(placed)
+            (inputs, target), weight = self._split(placed), weight_of(placed)
             with autocast(self._job), gathering.over(piece, num_micro=job.num_micro) as gathered:
                 rests = piece.borrowed and self._ranks is None
                 try:
@@ -292,9 +338,9 @@ class Compute:
                 (total * 0.0).backward()  # type: ignore[no-untyped-call]
         is_first = self._num_steps == 1 or job.checks_every_loss
         if self._forward_is_collective and self._next_check and is_first and not self.gathers:
-            self._check_forward(
-                piece
-            )  # on every rank, whatever it has: after backward, which fsdp counts forwards by
+            # On every rank, whatever it has; after backward, for which fsdp counts forwards.
+            self._check_forward(piece)
+            let_go_of_gathered(job.model)
         return contributed
 
     @property
@@ -318,22 +364,34 @@ class Compute:
         if halves[0] is piece and not self._forward_is_collective:
             return
         parts = [
-            (split_target(self._placed(part.batch))[0], max(part.num_local, 1)) for part in (piece, *halves)
+            (self._split(self._placed(part.batch))[0], max(part.num_local, 1)) for part in (piece, *halves)
         ]
-        check_loss_in_forward(job, self._call, parts, piece.num_global, compares=halves[0] is not piece)
+        call = self._step_call or self._call
+        check_loss_in_forward(job, call, parts, piece.num_global, compares=halves[0] is not piece)
 
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients."""
         seed_all(mix(self._job.seed, rank, _EVALUATION + batch.start), self._job.device)
         with evaluating(self._job.model.modules()), torch.no_grad(), autocast(self._job):
-            return self._output(split_target(self._placed(batch.batch))[0], batch)
+            inputs = split_target(self._placed(batch.batch))[0]
+            return self._call(inputs) if self._step_call is not None else self._output(inputs, batch)
 
     def _output(self, inputs: Tree, piece: Slice) -> Tree:
-        num_samples = max(piece.num_local, 1)
-        return self._job.loss.run(lambda: self._call(inputs), inputs, num_samples, piece.num_global)
+        num_samples, call = max(piece.num_local, 1), self._step_call or self._call
+        return self._job.loss.run(lambda: call(inputs), inputs, num_samples, piece.num_global)
+
+    def _split(self, placed: Tree) -> tuple[Tree, Tree]:
+        """Inputs and target; a step of the user's takes the batch as it is."""
+        return split_target(placed) if self._step_call is None else (placed, None)
 
     def try_out(self, batch: Slice, *, rank: int) -> None:
         """Forward and loss of a slice, without gradients and without a trace."""
+        if self._step_call is not None:
+            seed_all(mix(self._job.seed, rank, _EVALUATION + batch.start), self._job.device)
+            # A step that differentiates shows less of what it uses.
+            with evaluating(self._job.model.modules()), torch.no_grad(), contextlib.suppress(RuntimeError):
+                self._output(self._placed(batch.batch), batch)
+            return
         output = self.forward(batch, rank=rank)
         placed = self._placed(batch.batch)
         with torch.no_grad(), autocast(self._job):
@@ -354,6 +412,15 @@ class Compute:
 
     def _placed(self, batch: Tree) -> Tree:
         return place(batch, self._job.device, self._job.cast_inputs)
+
+
+def let_go_of_gathered(model: nn.Module) -> None:
+    """What fsdp gathered for a forward without backward, it would keep over the update, and use."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def check_loss_in_forward(
@@ -377,6 +444,9 @@ def check_loss_in_forward(
         buffers = [(buffer, buffer.clone()) for buffer in job.model.buffers()]
         try:
             job.loss.check_forward(call, parts, num_global, like)
+        except RuntimeError as error:  # a step that differentiates, which it cannot do here
+            if job.training_step is None or "does not require grad" not in str(error):
+                raise
         except LossDoesNotRecombine:
             # Else halves drew other numbers than the whole, or there were none.
             if compares and all(map(torch.equal, before, _generators(device))):

@@ -168,6 +168,7 @@ class LossRule(Protocol):
         self, call: Callable[[Tree], Tree], parts: Sequence[tuple[Tree, int]], num_global: int, like: Tree
     ) -> None:
         """Refuse a loss within forward that would mean something else when its batch is cut."""
+        return None
 
     def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
         """The model's output, by `call`; what this rule has to see of the forward, it watches."""
@@ -484,6 +485,21 @@ class OwnLoss(LossRule):
             )
         self._has_noted = True
         return float(num_local) if labels is None else float(torch.ne(labels, -100).sum())
+
+
+class StepLoss(OwnLoss):
+    """The loss that a `training_step` of the user's returns: a mean over samples, or a pair (sum, count)."""
+
+    name = "training_step"
+
+    def __init__(self) -> None:
+        super().__init__(watches=True)
+
+    def predictions(self, output: Tree) -> Tree:
+        return output
+
+    def _guess(self, inputs: Tree, num_local: int) -> float:
+        return float(num_local)  # and `check_forward` looks whether it is
 
 
 _COUNT = "_shoal_count"

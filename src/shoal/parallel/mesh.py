@@ -117,6 +117,11 @@ class MeshParallel(Ddp):
                 "the script's own runs one forward of the whole model after the other. Nothing was trained; use shoal.Trainer, or "
                 "--strategy fsdp, tp or ddp."
             )
+        if job.training_step is not None and self._axes.pp > 1:
+            raise ConfigError(
+                f"'{self._axes}' cuts the forward of a model into stages, and a training_step runs what of the model it likes. Nothing was "
+                "trained; give loss= in its place, or use --strategy ddp, fsdp, tp or ps."
+            )
         if job.compile and (self._axes.pp > 1 or self._axes.tp > 1):
             why = (
                 "pp runs it in stages"

@@ -38,6 +38,15 @@ class ControlFlags:
     """Save after the step and end the script: Ctrl-C or SIGTERM."""
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One of several optimizers that update a model in turn, on one batch."""
+
+    name: str
+    others: tuple[nn.Parameter, ...]
+    """Parameters of the other optimizers: no gradient is computed for them, or it is dropped."""
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainJob:
     """Everything a strategy is given to train."""
@@ -49,6 +58,12 @@ class TrainJob:
 
     given_optimizer: torch.optim.Optimizer | None = None
     """The user's own, where it is an instance and no function: a strategy that cuts parameters lets it follow them."""
+
+    training_step: Callable[..., Any] | None = None
+    """Of the user's: the loss of a batch, by `(model, batch)` or `(model, batch, name of the optimizer)`."""
+
+    turn: Turn | None = None
+    """Whose turn it is, where a model has several optimizers; set before each forward_backward."""
 
     clip_norm: float | None = None
     """Largest global norm of the gradient."""

@@ -63,6 +63,24 @@ def decide(vector: Tensor, *, grad_norm: float | None = None) -> StepResult:
     )
 
 
+def merge_turns(results: Sequence[StepResult]) -> StepResult:
+    """The result of a step in which several optimizers took turns: the loss is the sum of theirs, the norm the last one's."""
+    if len(results) == 1:
+        return results[0]
+    last = results[-1]
+    loss = sum(each.loss for each in results)
+    return dataclasses.replace(
+        last,
+        loss=loss,
+        loss_total=loss * last.count,
+        applied=any(each.applied for each in results),
+        stop=any(each.stop for each in results),
+        checkpoint=any(each.checkpoint for each in results),
+        leave=any(each.leave for each in results),
+        nonfinite=tuple(one for each in results for one in each.nonfinite),
+    )
+
+
 def besides_of(named: Mapping[str, tuple[float, float]]) -> list[float]:
     """What a loss gave by name, for the vector: the same names on every rank."""
     return [number for name in sorted(named) for number in named[name]]

@@ -12,7 +12,7 @@ import itertools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from shoal.data.tree import Tree
 from shoal.errors import BatchTooSmall, ConfigError, EmptyDataset
 from shoal.parallel.batch_dependence import refuse_gradient_hooks
 from shoal.parallel.parameter_file import ParameterFile
+from shoal.parallel.protocol import Turn
 from shoal.recovery.replay_log import ReplayLog
 from shoal.runtime.seeds import mix
 from shoal.runtime.transport.messages.supervisor import Progress
@@ -158,8 +159,10 @@ def build_model(
 
 
 def build_optimizer(
-    given: OptimizerFactory | torch.optim.Optimizer, model: nn.Module
+    given: OptimizerFactory | torch.optim.Optimizer | Mapping[str, OptimizerFactory], model: nn.Module
 ) -> torch.optim.Optimizer:
+    if isinstance(given, Mapping):
+        return _build_as_one(given, model)
     if not isinstance(given, torch.optim.Optimizer):
         built = given([p for p in model.parameters() if p.requires_grad])
         if not isinstance(built, torch.optim.Optimizer):
@@ -179,6 +182,81 @@ def build_optimizer(
             "model.parameters(), or give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
         )
     return given
+
+
+def refuse_beside_step(training_step: Any, *, compile: bool, metrics: Any) -> None:
+    if not callable(training_step):
+        raise ConfigError(
+            f"training_step must be callable as training_step(model, batch), got {training_step!r}."
+        )
+    beside = ["compile=True"] * compile + ["metrics="] * bool(metrics)
+    if beside:
+        raise ConfigError(
+            f"{' and '.join(beside)} cannot be beside training_step, which gives shoal a loss and no outputs of the model. Nothing was "
+            "trained; leave it out, or give loss= in the place of training_step."
+        )
+
+
+def refuse_as_optimizers(optimizers: Mapping[str, Any], *, is_step: bool, job: Job) -> None:
+    """Refuse what cannot be several optimizers of one Trainer, before anything is built."""
+    name = strategies.parse(job.strategy)
+    why = None
+    if not is_step:
+        why = "it needs training_step=, which gives each of them its loss"
+    elif not optimizers or not all(
+        callable(each) and not isinstance(each, torch.optim.Optimizer) for each in optimizers.values()
+    ):
+        why = 'it has to hold functions, {"critic": lambda params: torch.optim.Adam(params), ...}'
+    elif job.num_workers > 1 and (not name.is_exact or job.sync_every is not None):
+        relaxed = job.strategy if job.sync_every is None else f"--sync-every {job.sync_every}"
+        why = f"under '{relaxed}' a batch is one update, and it would be one for each of them: use ddp, fsdp, tp or ps"
+    elif name.axes is not None and name.axes.pp != 1:
+        why = "pp follows one forward of the model, and a training_step runs what it likes: use ddp, fsdp, tp or ps"
+    if why is not None:
+        raise ConfigError(f"optimizer= is a dict of optimizers, and {why}. Nothing was trained.")
+
+
+def _build_as_one(given: Mapping[str, OptimizerFactory], model: nn.Module) -> torch.optim.Optimizer:
+    """One optimizer with the parameter groups of all: it leaves those alone whose parameters have no gradient."""
+    known = dict(model.named_children())
+    seen: dict[int, str] = {}
+    whole: torch.optim.Optimizer | None = None
+    for name, factory in given.items():
+        if name not in known:
+            raise ConfigError(
+                f"optimizer= has an entry '{name}', and the model has no part of that name: it has {', '.join(known) or 'none'}. "
+                "Nothing was trained; name an attribute of the model that is a module."
+            )
+        for path, parameter in known[name].named_parameters(prefix=name):
+            if id(parameter) in seen:
+                raise ConfigError(
+                    f"'{path}' belongs to the optimizers '{seen[id(parameter)]}' and '{name}' of the model. Nothing was trained; let "
+                    "each parameter have one."
+                )
+            seen[id(parameter)] = name
+        built = build_optimizer(factory, known[name])
+        if whole is None:
+            whole = built
+        elif type(built) is not type(whole):
+            raise ConfigError(
+                f"the optimizers of one Trainer are of one class, with settings of their own, and these are {type(whole).__name__} and "
+                f"{type(built).__name__}. Nothing was trained; use one class, or a loop of your own (shoal.setup)."
+            )
+        else:
+            for group in built.param_groups:
+                whole.add_param_group(group)
+    assert whole is not None
+    return whole
+
+
+def turns_of(given: Any, model: nn.Module) -> list[Turn | None]:
+    """Turns of a model's optimizers in a step; a single None where it has one."""
+    if not isinstance(given, Mapping):
+        return [None]
+    own = {name: [p for p in getattr(model, name).parameters() if p.requires_grad] for name in given}
+    return [
+        Turn(name, tuple(p for other, held in own.items() if other != name for p in held)) for name in given
+    ]
 
 
 def refuse_hooks(job: Job, model: nn.Module) -> None:
@@ -211,6 +289,15 @@ def device_of(job: Job, said: str | torch.device | None) -> torch.device:
 
 OTHER_PRECISIONS = {"bf16-mixed": "bf16", "bfloat16": "bf16", "32-true": "float32", "fp32": "float32"}
 """Names of Trainer(precision=) in other libraries."""
+
+
+def refuse_fp16(precision: str) -> None:
+    if precision in ("fp16", "float16", "half", "16-mixed", "fp16-mixed"):
+        raise ConfigError(
+            f"precision={precision!r} needs a loss scaler, whose scale every worker and every server would have to follow, and the "
+            "Trainer has none. Nothing was trained; use precision='bf16', which needs none, or a loop of your own with "
+            "torch.amp.GradScaler under --strategy ddp."
+        )
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -23,6 +23,7 @@ from shoal.data.slice import Slice
 from shoal.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
 from shoal.parallel.compute import place
 from shoal.parallel.protocol import Leased, LooksAhead, LossSum, PeriodicSync, StepResult
+from shoal.parallel.step import merge_turns
 from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.train.callbacks.base import StepLogs
@@ -84,7 +85,9 @@ class FitLoop:
         if self.leasing is None:
             self._balance = LoadBalance(trainer.job, self._strategy, self._position, batches)
             self.ledger = LedgerReport(trainer, batches)
-            self._looks_ahead = self._strategy if isinstance(self._strategy, LooksAhead) else None
+            # With several optimizers the next commit is of the same batch.
+            looks = isinstance(self._strategy, LooksAhead) and len(trainer.turns) == 1
+            self._looks_ahead = self._strategy if looks else None  # type: ignore[assignment]
         self._started_at = self._reported_at = time.monotonic()
         self._started_samples, self._first_step = self._position.samples, self._position.step
 
@@ -231,18 +234,24 @@ class FitLoop:
         trainer.control.leave = asked_to_leave() is not None
         began_at = time.monotonic()  # before the failpoint, where a worker may be made slow
         failpoint(BEFORE_FORWARD, position.step + 1)
-        with recorder.COMPUTE:
-            contributed = strategy.forward_backward(part)
-        if self._balance is not None and self._balance.measures:
-            self._balance.ran(part, contributed, began_at)
-        failpoint("worker: before commit")
-        result = strategy.commit()
-        failpoint("worker: committed")
+        results = []
+        for turn in trainer.turns:
+            trainer.train_job.turn = turn
+            with recorder.COMPUTE:
+                contributed = strategy.forward_backward(part)
+            if self._balance is not None and self._balance.measures:
+                self._balance.ran(part, contributed, began_at)
+            failpoint("worker: before commit")
+            results.append(strategy.commit())
+            failpoint("worker: committed")
+            if not results[-1].applied:
+                self._leave_out(part, results[-1])
+            if turn is not None:
+                trainer.log(f"loss_{turn.name}", results[-1].loss)
         trainer.control.checkpoint = False
+        result = merge_turns(results)
         if result.applied:
             self._count(part, contributed, result)
-        else:
-            self._leave_out(part, result)
         self._progress.num_skipped_steps += result.num_skipped
         if self.leasing is not None:
             num_new = self.leasing.trained(part, position, last_step=self._last_step)

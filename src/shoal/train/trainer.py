@@ -28,9 +28,9 @@ from shoal.data.tree import Tree
 from shoal.errors import ConfigError, Interrupted
 from shoal.parallel import create
 from shoal.parallel.batch_dependence import describe_mixing, mixing_layers
-from shoal.parallel.loss import LossRule, loss_rule
+from shoal.parallel.loss import LossRule, StepLoss, loss_rule
 from shoal.parallel.parameter_file import ParameterFile
-from shoal.parallel.protocol import ControlFlags, HoldsCopy, Strategy, TrainJob
+from shoal.parallel.protocol import ControlFlags, HoldsCopy, Strategy, TrainJob, Turn
 from shoal.runtime import recorder, scratch
 from shoal.train.callbacks.base import Callback, CallbackList
 from shoal.train.calls import (
@@ -49,8 +49,12 @@ from shoal.train.calls import (
     drawn_here,
     first_inputs,
     next_number,
+    refuse_as_optimizers,
+    refuse_beside_step,
+    refuse_fp16,
     refuse_hooks,
     signals_finish_the_step,
+    turns_of,
 )
 from shoal.train.checkpoint import reachable, saving
 from shoal.train.checkpoint.background import BackgroundWriter
@@ -76,8 +80,8 @@ class TrainerConfig:
     loss: LossRule
     """The loss, with the kind of outputs it takes."""
 
-    optimizer: OptimizerFactory | torch.optim.Optimizer | None
-    """The optimizer, or a function of the parameters; None for a Trainer that never fits."""
+    optimizer: OptimizerFactory | torch.optim.Optimizer | Mapping[str, OptimizerFactory] | None
+    """The optimizer, or a function of the parameters, or one for each part of the model; None for a Trainer that never fits."""
 
     scheduler: SchedulerFactory | LRScheduler | None
     """The learning-rate scheduler, or a function of the optimizer."""
@@ -117,8 +121,9 @@ class Trainer:
         self,
         model: nn.Module | Callable[[], nn.Module],
         *,
-        loss: Any,
-        optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
+        loss: Any = None,
+        training_step: Callable[..., Any] | None = None,
+        optimizer: OptimizerFactory | torch.optim.Optimizer | Mapping[str, OptimizerFactory] | None = None,
         scheduler: SchedulerFactory | LRScheduler | None = None,
         scheduler_every: Literal["step", "epoch"] = "step",
         metrics: Sequence[Any] | dict[str, Any] = (),
@@ -141,7 +146,11 @@ class Trainer:
             model: any module, or a function that builds it (then built under `seed`).
             loss: called as `loss(output, target)`, or `loss(output)` where batches have no target. May return a dict of named
                 parts, of which "loss" is trained and all are logged. "model" takes the loss that the model's forward returns.
-            optimizer: a function of the parameters, `lambda params: torch.optim.Adam(params)`, or an instance.
+            training_step: in the place of `loss`: called as `training_step(model, batch)`, with this worker's slice, and returns a
+                mean over its samples, or a pair (sum, count). It decides what of the model is run, and how often.
+            optimizer: a function of the parameters, `lambda params: torch.optim.Adam(params)`, or an instance. With a
+                `training_step`, also a dict of functions by the name of a part of the model, `{"critic": ..., "generator": ...}`:
+                each updates its part in turn, by the loss of `training_step(model, batch, name)`.
             scheduler: a function of the optimizer, or one built on the optimizer that is given; advanced every step or epoch.
             metrics: "accuracy", "top5", "auroc", or torchmetrics objects; exact over all workers.
             callbacks: see `shoal.callbacks`.
@@ -165,10 +174,20 @@ class Trainer:
         """
         check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
         precision = OTHER_PRECISIONS.get(precision, precision)
+        refuse_fp16(precision)
         check_choice("precision", precision, ("float32", "bf16"))
         check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
         check_callable("model", model, "an nn.Module, or a function that builds one", nn.Module)
-        if optimizer is not None:
+        if (loss is None) == (training_step is None):
+            raise ConfigError(
+                "the Trainer takes a loss, called as loss(output, target), or a training_step, called as training_step(model, batch), "
+                f"and was given {'both' if loss is not None else 'neither'}. Nothing was trained."
+            )
+        if training_step is not None:
+            refuse_beside_step(training_step, compile=compile, metrics=metrics)
+        if isinstance(optimizer, Mapping):
+            refuse_as_optimizers(optimizer, is_step=training_step is not None, job=jobs.current())
+        elif optimizer is not None:
             hint = "a function such as lambda params: torch.optim.Adam(params), or a torch optimizer"
             check_callable("optimizer", optimizer, hint, torch.optim.Optimizer)
         if isinstance(scheduler, LRScheduler) and scheduler.optimizer is not optimizer:
@@ -190,7 +209,7 @@ class Trainer:
         self.data_rank, self.num_workers = self.job.data_rank, self.job.num_data_ranks
         self.config = TrainerConfig(
             model=model,
-            loss=loss_rule(loss, is_compiled=compile),
+            loss=StepLoss() if training_step is not None else loss_rule(loss, is_compiled=compile),
             optimizer=optimizer,
             scheduler=scheduler,
             scheduler_every=scheduler_every,
@@ -199,6 +218,7 @@ class Trainer:
             snapshot_every=snapshot_every,
             shows_progress=progress,
             step={
+                "training_step": training_step,
                 "clip_norm": clip_norm,
                 "num_micro": accumulate,
                 "autocast": torch.bfloat16 if precision == "bf16" else None,
@@ -218,6 +238,9 @@ class Trainer:
         self.checkpoints = BackgroundWriter()
         self.scheduler: Any = None
         """Built with the optimizer, if one was given."""
+
+        self.turns: list[Turn | None] = [None]
+        """The optimizers in their order, where there are several: each takes a turn in a step."""
 
         self.number = next_number()
         self._strategy: Strategy | None = None
@@ -267,6 +290,7 @@ class Trainer:
         batches = batches.for_device(config.device)
         validation = None
         if validation_data is not None:
+            self._refuse_evaluation("validation_data")
             validation = batches_of(validation_data, what="validation_data", seed=config.seed)
             validation = validation.for_device(config.device)
         self._at_hand = batches
@@ -322,6 +346,7 @@ class Trainer:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over all of `data`, equal on every rank."""
+        self._refuse_evaluation("evaluate")
         batches, call = self._begin_pass("evaluate", data)
         if call.is_over:
             return dict(call.result)
@@ -508,6 +533,7 @@ class Trainer:
         if self.job.launched and self.rank == 0 and self.number == 0 and not self.train_job.compile:
             self.graph = GraphReport(model, self.run_dir)
         strategy.prepare(self.train_job)
+        self.turns = turns_of(given, model)
         fingerprint_at_end(model)
         if self.num_workers > 1 and self.rank == 0:
             for note in describe_mixing(mixing_layers(model), sync_every=self.job.sync_every):
@@ -544,6 +570,13 @@ class Trainer:
         if call.after is not None:
             restore(self, call.after)
         return call
+
+    def _refuse_evaluation(self, what: str) -> None:
+        if self.config.step["training_step"] is not None:
+            raise ConfigError(
+                f"{what} measures loss(output, target), and this Trainer has a training_step in its place. Nothing was evaluated; use "
+                "predict, or a second Trainer with the trained model and a loss=."
+            )
 
     def _begin_pass(self, kind: str, data: Any) -> tuple[Batches, Call]:
         batches = batches_of(data, what=kind, seed=self.config.seed).for_device(self.config.device)

@@ -418,11 +418,14 @@ class Ps:
         self._session.exchange(b"")
 
     def pull_weights(self) -> None:
-        self.refresh_copy()
-
-    def refresh_copy(self) -> None:
         if self._model is not None:
             self._pull_weights()
+
+    def refresh_copy(self) -> None:
+        if self._rows:
+            self._pull_weights()
+        else:
+            self._refresh()
 
     def _pull_weights(self) -> None:
         assert self._model is not None

@@ -122,6 +122,10 @@ class PsHybrid(Ddp):
         elif self._rank == 0:
             self._rows.write(pieces, keeps_state=pieces.optimizer_settings is None)
 
+    def refresh_copy(self) -> None:
+        if self._rows is not None:
+            self._rows.pull_weights(0)
+
     def pull_weights(self) -> None:
         if self._rows is not None:
             self._finish_push()

@@ -56,9 +56,15 @@ _METRICS = "metrics/"
 
 
 def save_model(trainer: Trainer, path: str) -> None:
-    """The weights alone, for whoever uses the model."""
+    """The weights alone, for whoever uses the model: tied ones under each of their names, as `load_state_dict` wants them."""
     pieces = [piece for piece in trainer.strategy.state() if piece.name.startswith(MODEL)]
     if trainer.rank == 0:
+        seen: set[int] = set()
+        for number, piece in enumerate(pieces):
+            at = piece.tensor.data_ptr()
+            if at in seen:  # what is one memory would be written once
+                pieces[number] = dataclasses.replace(piece, tensor=piece.tensor.clone())
+            seen.add(at)
         write_checkpoint(path, pieces, progress={"step": trainer.step, "epoch": trainer.epoch})
     trainer.strategy.reduce(torch.zeros(1))  # nobody goes on before it is there
 
@@ -207,7 +213,9 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
     _load(trainer, found, with_optimizer=True)
     for name, value in saved["position"].items():
         setattr(progress.position, name, value)
-    trainer.strategy.step = trainer.step
+    trainer.strategy.step = trainer.step * len(
+        trainer.turns
+    )  # each turn is a commit, and draws its own numbers
     leases = _leases(trainer, saved)
     progress.num_skipped_steps = saved["skipped_steps"]
     if trainer.scheduler is not None and saved["scheduler"] is not None:
