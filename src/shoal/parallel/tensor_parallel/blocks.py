@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,11 +73,11 @@ class Trial:
     """The blocks that computed the same in parts, and why the others did not."""
 
     blocks: tuple[Block, ...] = ()
-    refused: Mapping[str, str] = ()  # type: ignore[assignment]
+    refused: Mapping[str, str] = field(default_factory=dict)
     """Reason by kind of block."""
 
     def notes(self) -> list[str]:
-        return [f"note: {what} is not cut as {why}" for what, why in dict(self.refused).items()]
+        return [f"note: tp does not cut {what} as a block: {why}" for what, why in self.refused.items()]
 
 
 def candidates(model: nn.Module, degree: int) -> Iterator[tuple[Block, str | None]]:
@@ -154,7 +154,7 @@ def try_blocks(model: nn.Module, inputs: Tree, degree: int, cut: Cut) -> Trial:
     modules = dict(model.named_modules())
     for block, why in candidates(model, degree):
         if why is not None:
-            refused.setdefault(_what(block, modules), f"{block.source} say: {why}")
+            refused.setdefault(_what(block, modules), f"{why} (by {block.source})")
         else:
             kinds.setdefault(_kind(block, modules), []).append(block)
     if not kinds:
@@ -163,13 +163,13 @@ def try_blocks(model: nn.Module, inputs: Tree, degree: int, cut: Cut) -> Trial:
     for blocks in kinds.values():
         block = blocks[0]
         if block.root not in calls:
-            refused[_what(block, modules)] = f"{block.source} say: its forward was not called"
+            refused[_what(block, modules)] = f"its forward was not called (by {block.source})"
             continue
         why = _why_different(modules[block.root], block, calls[block.root], cut)
         if why is None:
             accepted += blocks
         else:
-            refused[_what(block, modules)] = f"{block.source} say: {why}"
+            refused[_what(block, modules)] = f"{why} (by {block.source})"
     return Trial(tuple(accepted), refused)
 
 
