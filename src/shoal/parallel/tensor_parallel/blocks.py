@@ -189,7 +189,10 @@ def _first_calls(model: nn.Module, inputs: Tree, roots: set[str]) -> dict[str, t
     calls: dict[str, tuple[Any, Any]] = {}
 
     def keep(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: calls.setdefault(name, (args, kwargs)) and None
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(name, (args, kwargs))
+
+        return hook
 
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in roots
