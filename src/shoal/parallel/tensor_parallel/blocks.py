@@ -242,9 +242,8 @@ def _step(module: nn.Module, call: tuple[Any, Any]) -> list[Tensor]:
         args, kwargs = map_tensors(leaf, call[0]), map_tensors(leaf, call[1])
         outputs = [each for each in tensors_of(module(*args, **kwargs)) if each.is_floating_point()]
         weights = [torch.arange(each.numel(), device=each.device).cos().view(each.shape) for each in outputs]
-        torch.stack(
-            [(each * weight).sum() for each, weight in zip(outputs, weights, strict=True)]
-        ).sum().backward()
+        sums = [(each * weight).sum() for each, weight in zip(outputs, weights, strict=True)]
+        torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
     gradients = [each.grad for each in given] + [each.grad for _, each in module.named_parameters()]
     return [*outputs, *(_whole(each) for each in gradients if each is not None)]
 

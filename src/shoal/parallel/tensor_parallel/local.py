@@ -114,7 +114,8 @@ class Entrance:
 
 def _own_tensors(module: nn.Module, style: str) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
-    for key, parameter in module._parameters.items():
+    parameters: dict[str, Any] = dict(module._parameters)
+    for key, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             grads = [Partial()] if style == "inside" else None
             found[key] = parameter.to_local(grad_placements=grads)
