@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.torch_version import TorchVersion
 
 from shoal.cluster.worker import session
 from shoal.config import strategy as strategies
@@ -109,6 +110,8 @@ class MeshParallel(Ddp):
     def prepare(self, job: TrainJob) -> None:
         """Check that all ranks built the same model, give everybody rank 0's weights, then cut it."""
         self._job = job
+        if self._axes.pp > 1:
+            pipeline_stage.refuse_old_torch()
         if job.build_optimizer is not None:
             self._refuse_rows(job.model)
         if job.is_own_loop and self._axes.pp > 1:
@@ -321,7 +324,13 @@ class MeshParallel(Ddp):
         if job.first_inputs is not None and not self._sequence:
             inputs = place(job.first_inputs(), job.device, job.cast_inputs)
             trial = tensor_cut.try_blocks(model, mesh["tp"], inputs)
-        for note in trial.notes() if self._rank == 0 else ():
+        notes = trial.notes()
+        if TorchVersion(torch.__version__) < "2.13":
+            notes.append(
+                f"note: DTensor's results were checked with torch 2.13, and this is {torch.__version__}: run `shoal verify` before you "
+                "trust tp here"
+            )
+        for note in notes if self._rank == 0 else ():
             print(note, file=sys.stderr, flush=True)
         return tensor_plan.find_plan(
             model, self._axes.tp, job.tensor_plan, sequence=self._sequence, blocks=trial.blocks

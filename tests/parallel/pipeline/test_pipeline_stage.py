@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from shoal.errors import ConfigError
+from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline.stage import UnevenStage
 
 
@@ -20,3 +22,10 @@ def test_gradients_go_to_the_stage_before_in_one_piece(monkeypatch: pytest.Monke
     assert sent.is_contiguous()
     assert torch.equal(sent, torch.ones(2, 3))
     assert none is None
+
+
+def test_torch_without_what_stages_need_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline_stage.refuse_old_torch()
+    monkeypatch.setattr(pipeline_stage, "HAS_SHAPES", False)
+    with pytest.raises(ConfigError, match=f"as torch 2.13 can, and this is {torch.__version__[:4]}"):
+        pipeline_stage.refuse_old_torch()

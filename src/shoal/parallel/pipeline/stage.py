@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_metas
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
@@ -49,6 +48,21 @@ from shoal.parallel.pipeline.plan import PipelineCut
 from shoal.parallel.pipeline.trace import unchanged
 from shoal.parallel.protocol import TrainJob
 from shoal.parallel.tensor_parallel.dtensor_fixes import plain
+
+try:
+    from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_metas
+
+    HAS_SHAPES = True
+except ImportError:  # an older torch, whose stages infer shapes in another way
+    HAS_SHAPES = False
+
+
+def refuse_old_torch() -> None:
+    if not HAS_SHAPES:
+        raise ConfigError(
+            f"pp tells torch's stages their shapes, as torch 2.13 can, and this is {torch.__version__}, which cannot. Nothing was "
+            "trained; use --strategy fsdp or tp, or install torch 2.13."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,11 +73,11 @@ class Trial:
     """The blocks that computed the same in parts, and why the others did not."""
 
     blocks: tuple[Block, ...] = ()
-    refused: Mapping[str, str] = ()  # type: ignore[assignment]
+    refused: Mapping[str, str] = field(default_factory=dict)
     """Reason by kind of block."""
 
     def notes(self) -> list[str]:
-        return [f"note: {what} is not cut as {why}" for what, why in dict(self.refused).items()]
+        return [f"note: tp does not cut {what} as a block: {why}" for what, why in self.refused.items()]
 
 
 def candidates(model: nn.Module, degree: int) -> Iterator[tuple[Block, str | None]]:
@@ -154,7 +154,7 @@ def try_blocks(model: nn.Module, inputs: Tree, degree: int, cut: Cut) -> Trial:
     modules = dict(model.named_modules())
     for block, why in candidates(model, degree):
         if why is not None:
-            refused.setdefault(_what(block, modules), f"{block.source} say: {why}")
+            refused.setdefault(_what(block, modules), f"{why} (by {block.source})")
         else:
             kinds.setdefault(_kind(block, modules), []).append(block)
     if not kinds:
@@ -163,13 +163,13 @@ def try_blocks(model: nn.Module, inputs: Tree, degree: int, cut: Cut) -> Trial:
     for blocks in kinds.values():
         block = blocks[0]
         if block.root not in calls:
-            refused[_what(block, modules)] = f"{block.source} say: its forward was not called"
+            refused[_what(block, modules)] = f"its forward was not called (by {block.source})"
             continue
         why = _why_different(modules[block.root], block, calls[block.root], cut)
         if why is None:
             accepted += blocks
         else:
-            refused[_what(block, modules)] = f"{block.source} say: {why}"
+            refused[_what(block, modules)] = f"{why} (by {block.source})"
     return Trial(tuple(accepted), refused)
 
 
@@ -189,7 +189,10 @@ def _first_calls(model: nn.Module, inputs: Tree, roots: set[str]) -> dict[str, t
     calls: dict[str, tuple[Any, Any]] = {}
 
     def keep(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: calls.setdefault(name, (args, kwargs)) and None
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(name, (args, kwargs))
+
+        return hook
 
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in roots
@@ -239,9 +242,8 @@ def _step(module: nn.Module, call: tuple[Any, Any]) -> list[Tensor]:
         args, kwargs = map_tensors(leaf, call[0]), map_tensors(leaf, call[1])
         outputs = [each for each in tensors_of(module(*args, **kwargs)) if each.is_floating_point()]
         weights = [torch.arange(each.numel(), device=each.device).cos().view(each.shape) for each in outputs]
-        torch.stack(
-            [(each * weight).sum() for each, weight in zip(outputs, weights, strict=True)]
-        ).sum().backward()
+        sums = [(each * weight).sum() for each, weight in zip(outputs, weights, strict=True)]
+        torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
     gradients = [each.grad for each in given] + [each.grad for _, each in module.named_parameters()]
     return [*outputs, *(_whole(each) for each in gradients if each is not None)]
 

@@ -262,13 +262,8 @@ class _Groups:
         if node.target == "flatten":
             return _argument(node, 1, "start_dim") == 1 and _argument(node, 2, "end_dim") in (None, -1)
         if node.target in ("view", "reshape"):
-            sizes = node.args[1:]
-            return (
-                len(sizes) == 2
-                and sizes[1] == -1
-                and isinstance(sizes[0], fx.Node)
-                and _is_batch_size(sizes[0])
-            )
+            first, rest = _argument(node, 1, "size"), _argument(node, 2, "rest")
+            return len(node.args) == 3 and rest == -1 and isinstance(first, fx.Node) and _is_batch_size(first)
         if node.target in ("mean", "sum"):
             return _leaves_channels(node)
         return node.target in _METHODS
@@ -314,7 +309,7 @@ def _flattens(node: fx.Node) -> bool:
 def _is_batch_size(node: fx.Node) -> bool:
     if node.op == "call_method" and node.target == "size":
         return _argument(node, 1, "dim") == 0
-    return node.target is operator.getitem and node.args[1] == 0 and _is_shape(node.args[0])
+    return node.target is operator.getitem and _argument(node, 1, "") == 0 and _is_shape(node.args[0])
 
 
 def _is_shape(node: object) -> bool:

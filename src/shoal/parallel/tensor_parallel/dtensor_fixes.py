@@ -64,11 +64,13 @@ def patch_sharding_rules() -> None:
             rules.op_strategy_funcs[operation] = functools.partial(_with_dims_from_the_start, rule)
     for operation in _GATHERED:
         dispatcher._custom_op_handlers.pop(operation, None)
-        rules.op_single_dim_strategy_funcs.pop(operation, None)
+        getattr(rules, "op_single_dim_strategy_funcs", {}).pop(operation, None)
         rules.register_op_strategy(operation, _gathered)
     dispatcher._custom_op_handlers[_aten._local_scalar_dense.default] = _number
-    derived = rules.decomp_strategy.propagate_strategy
-    rules.decomp_strategy.propagate_strategy = functools.partial(_without_a_rule, rules, derived)
+    decompositions = getattr(rules, "decomp_strategy", None)
+    if decompositions is not None:  # an older torch derives no rules, and refuses what has none
+        derived = decompositions.propagate_strategy
+        decompositions.propagate_strategy = functools.partial(_without_a_rule, rules, derived)
     rules.propagate_op_sharding.cache_clear()
 
 

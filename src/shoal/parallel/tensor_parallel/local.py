@@ -78,11 +78,11 @@ def run_on_part(module: nn.Module, style: str, ranks: HeadRanks, enter: Callable
         if style != "rowwise":
             return out
         out = ranks.between(ranks.spread(out, Partial()))
-        bias: Tensor | None = module.bias
+        bias = module._parameters.get("bias")
         if bias is None:
             return out
-        bias = bias.view(-1, *(1,) * (out.dim() - 2)) if isinstance(module, _ConvNd) else bias
-        return out + bias.to(out.dtype)
+        shape = (-1, *(1,) * (out.dim() - 2)) if isinstance(module, _ConvNd) else (-1,)
+        return out + bias.view(shape).to(out.dtype)
 
     module.forward = run
 
@@ -114,13 +114,14 @@ class Entrance:
 
 def _own_tensors(module: nn.Module, style: str) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
-    for key, parameter in module._parameters.items():
+    parameters: dict[str, Any] = dict(module._parameters)
+    for key, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             grads = [Partial()] if style == "inside" else None
             found[key] = parameter.to_local(grad_placements=grads)
-    if style == "rowwise" and module.bias is not None:
+    bias = module._parameters.get("bias")
+    if style == "rowwise" and bias is not None:
         # Added after the sum. transformers' Conv1D cannot do without.
-        bias = module.get_parameter("bias")
         found["bias"] = torch.zeros_like(bias) if is_transposed(module) else None
     channels = own_channels(module)
     if channels is not None:
