@@ -24,11 +24,12 @@ from shoal.data.tree import Tree
 from shoal.errors import ConfigError, PeerLost
 from shoal.parallel.compute import Compute
 from shoal.parallel.own_gradients import OwnGradients
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
+from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
 from shoal.parallel.state import (
     MODEL,
     hash_embeddings,
     layer_of,
+    layers_of,
     load_residuals,
     load_state,
     optimizer_settings,
@@ -308,6 +309,16 @@ class Ddp:
 
     def pull_weights(self) -> None:
         """Every rank holds all of the model anyway."""
+
+    def places(self) -> Iterator[LayerPlace]:
+        """Every worker has all of the model."""
+        rows = {name.rpartition(".")[0] for name in sparse_parameters(self._job.model)}
+        dense, sparse = (
+            ("all-reduce of gradients", {"parameters": 1.0}),
+            ("gather of touched rows", dict[str, float]()),
+        )
+        for layer in layers_of(self._job.model):
+            yield LayerPlace(layer, "each worker", sends=(sparse if layer in rows else dense,))
 
     # ---- what is handed to a rank that is behind ------------------------------------------------
 

@@ -33,7 +33,15 @@ from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.errors import ClusterError, ConfigError, TrainingError
 from shoal.parallel.ddp import Ddp
-from shoal.parallel.protocol import ControlFlags, LossSum, Piece, PieceReader, StepResult, TrainJob
+from shoal.parallel.protocol import (
+    ControlFlags,
+    LayerPlace,
+    LossSum,
+    Piece,
+    PieceReader,
+    StepResult,
+    TrainJob,
+)
 from shoal.parallel.state import OPTIMIZER, LazyTensors, optimizer_pieces, residual_pieces, state_pieces
 from shoal.parallel.step import clip, contribution, decide, drop_gradients, gradients_of, scale
 from shoal.recovery import rendezvous
@@ -228,6 +236,11 @@ class LocalSgd(Ddp):
         self._trained: list[nn.Parameter] = []
         self._anchor: list[Tensor] = []
         self._outer: torch.optim.Optimizer | None = None
+
+    def places(self) -> Iterator[LayerPlace]:
+        said = f"average of models, every {self._sync_every} steps"
+        for place in super().places():
+            yield dataclasses.replace(place, sends=((said, {"parameters": 1.0 / self._sync_every}),))
 
     @property
     def has_diverged(self) -> bool:

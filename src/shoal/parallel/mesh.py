@@ -38,11 +38,12 @@ from shoal.parallel.pipeline import state as pipeline_state
 from shoal.parallel.pipeline.partition import Partition, find_partition
 from shoal.parallel.pipeline.runner import PipelineRunner, RetracedRoles
 from shoal.parallel.pipeline.stage import ModelStage
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
+from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
 from shoal.parallel.state import (
     MODEL,
     LazyTensors,
     is_first_holder,
+    layers_of,
     load_state,
     local_block,
     parameter_names,
@@ -94,6 +95,9 @@ class MeshParallel(Ddp):
         self._ties: pipeline_state.TiedGradients | None = None
         self._tied_names: dict[str, str] = {}
         self._packing = Packing()
+        self._tensor_plan: TensorPlan | None = None
+        self._stage_cut: pipeline_plan.PipelineCut | None = None
+        self._layer_names: list[str] = []
         self._watch: DeviceWatch | None = None
         self._kept = contextlib.ExitStack()  # contexts of a loop of the script's own, never left
 
@@ -280,6 +284,8 @@ class MeshParallel(Ddp):
         if self._axes.tp > 1:
             plan = tensor_plan.find_plan(model, self._axes.tp, self._job.tensor_plan, sequence=self._sequence)
         found = self._find_stages(model, plan) if self._axes.pp > 1 else None
+        self._tensor_plan, self._stage_cut = plan, found[1] if found is not None else None
+        self._layer_names = list(layers_of(model))  # now: a stage knows only its own
         self._synchronise(model)  # only now: to find stages a rank runs the model by itself
         if plan is not None:
             self._packing = plan.packing_of(model)
@@ -408,6 +414,56 @@ class MeshParallel(Ddp):
         everybody = super().gather(value)
         return [everybody[rank] for rank in self._speakers]
 
+    def places(self) -> Iterator[LayerPlace]:
+        """Layers by stage of the pipeline, by their style under tp, and as shards of the data ranks."""
+        cut, plan, axes = self._stage_cut, self._tensor_plan, self._axes
+        stage_of: dict[str, int] = {}
+        for layer in self._layer_names:
+            if cut is not None:
+                for number, begin in enumerate(cut.begins):
+                    for piece in cut.layers[begin:]:
+                        # Later stages overwrite: what is held by several (tied) is drawn at the last.
+                        if any(held.rpartition(".")[0] == layer for held in piece.holds):
+                            stage_of[layer] = number
+        for layer in self._layer_names:
+            stage = stage_of.get(layer, 0 if cut is not None else None)
+            num_data = axes.num_data_ranks
+            how, sends = [], list[tuple[str, dict[str, float]]]()
+            row = plan.rows.get(layer) if plan is not None else None
+            is_split = row is not None and row.style not in ("replicated", "sequence")
+            if row is not None:
+                how.append(f"tp {row.style}")
+                if row.style in ("rowwise", "heads"):
+                    sends.append(("all-reduce of outputs (tp)", {"output": 1.0}))
+                elif row.style == "colwise alone":
+                    sends.append(("all-gather of outputs (tp)", {"output": 1.0}))
+                if row.style in ("colwise", "heads"):
+                    sends.append(("all-reduce of input gradients (tp)", {"input": 1.0}))
+            if num_data > 1:
+                part = 1.0 / (axes.tp if is_split else 1)
+                if axes.fsdp > 1:
+                    how.append(f"sharded over {axes.fsdp}")
+                    share = part * (axes.fsdp - 1) / axes.fsdp
+                    sends.append(("all-gather of weights, twice", {"parameters": 2 * share}))
+                    sends.append(("reduce-scatter of gradients", {"parameters": share}))
+                if axes.dp > 1:
+                    sends.append(("all-reduce of gradients", {"parameters": part / axes.fsdp}))
+            num_ranks = self._num_workers
+            workers_of_stage = [
+                rank
+                for rank in range(num_ranks)
+                if stage is None or axes.coordinates(rank).pp == stage % axes.pp
+            ]
+            where = "each worker" if stage is None else f"stage {stage}: {_ranks(workers_of_stage)}"
+            yield LayerPlace(
+                layer,
+                where,
+                ", ".join(how),
+                is_cut=is_split or axes.fsdp > 1,
+                stage=stage,
+                sends=tuple(sends),
+            )
+
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, tensor by tensor, whole on rank 0. Collective."""
         with self._unless_broken("gathering the state"):
@@ -466,3 +522,7 @@ class MeshParallel(Ddp):
             numbers = {name: held for name, held in settings["numbers"].items() if name not in elsewhere}
             settings = {**settings, "numbers": numbers}
         load_state(model, self.optimizer, PieceReader(LazyTensors(names, read), settings, pieces.path))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"

@@ -245,6 +245,36 @@ class Strategy(Protocol):
         """Take over what `state` gave, under any strategy, at any number of workers."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a strategy has a layer of the user's model, and what it sends for it in a step."""
+
+    layer: str
+    """Path of the module, or of one that it is in."""
+
+    where: str
+    """Processes that hold it: "each worker", "servers 0-1", "workers 2, 3"."""
+
+    how: str = ""
+    is_cut: bool = False
+    """Whether each of them holds a part."""
+
+    stage: int | None = None
+    """Of a pipeline. What goes from one stage to another is sent."""
+
+    sends: tuple[tuple[str, dict[str, float]], ...] = ()
+    """What is sent, and its bytes as multiples of the layer's "parameters", "input" or "output"; {}: known only when it runs."""
+
+
+@runtime_checkable
+class Places(Protocol):
+    """A strategy that knows where it has put the layers."""
+
+    def places(self) -> Iterator[LayerPlace]:
+        """Layers with parameters, once the first step is done."""
+        ...
+
+
 class AcceptsGradients(Protocol):
     """A strategy that also serves loops of the user's own."""
 

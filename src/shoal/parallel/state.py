@@ -396,6 +396,13 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(squares)
 
 
+def layers_of(model: nn.Module) -> Iterator[str]:
+    """Paths of the modules that have parameters themselves."""
+    return (
+        name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
+    )
+
+
 def tied_parameters(model: nn.Module) -> set[int]:
     """Parameters that more than one layer holds, by identity."""
     seen: set[int] = set()

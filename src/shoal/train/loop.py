@@ -257,6 +257,9 @@ class FitLoop:
             trainer.advance_scheduler("step", {"loss": result.loss})
         recorder.RECORDER.done(position.step, part.num_local if self._counts_samples else 0)
         PROFILER.after_step()
+        if trainer.graph is not None:
+            trainer.graph.write(strategy, num_local=part.num_local, num_workers=trainer.job.num_workers)
+            trainer.graph = None
         self._write_down(part, result)
         if trainer.verification is not None:
             trainer.verification.count(strategy, result.loss)

@@ -54,6 +54,7 @@ from shoal.train.calls import (
 from shoal.train.checkpoint import reachable, saving
 from shoal.train.checkpoint.background import BackgroundWriter
 from shoal.train.evaluation import evaluate, metric_set, pass_reporter, predict
+from shoal.train.graph import GraphReport
 from shoal.train.loop import FitLoop
 from shoal.train.progress import FitStart, History, Position, TrainingProgress, inherit, restore, snapshot
 from shoal.train.verification import Verification, fingerprint_at_end
@@ -220,6 +221,9 @@ class Trainer:
         self.number = next_number()
         self._strategy: Strategy | None = None
         self._is_prepared = False
+        self.graph: GraphReport | None = None
+        """Drawing of the model, until its first step is done."""
+
         self._fit: FitLoop | None = None
         self._logged: dict[str, float] = {}
         self._at_hand: Batches | None = None
@@ -496,6 +500,8 @@ class Trainer:
             first_inputs=first_inputs(self._at_hand, self.num_workers) if self._at_hand is not None else None,
             **settings,
         )
+        if self.job.launched and self.rank == 0 and self.number == 0 and not self.train_job.compile:
+            self.graph = GraphReport(model, self.run_dir)
         strategy.prepare(self.train_job)
         fingerprint_at_end(model)
         if self.num_workers > 1 and self.rank == 0:

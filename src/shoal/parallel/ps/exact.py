@@ -28,7 +28,7 @@ from shoal.errors import TrainingError
 from shoal.parallel.buffers import BufferSync
 from shoal.parallel.compute import Compute, place
 from shoal.parallel.own_gradients import OwnGradients
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult, TrainJob
+from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
 from shoal.parallel.ps.rows import RowModule, describe
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import PsSession, ps_session
@@ -382,6 +382,10 @@ class Ps:
         known = next((tensor for tensor in tensors if tensor is not None), torch.empty(0))
         empty = torch.empty([0, *known.shape[1:]], dtype=known.dtype)
         return [tensor if tensor is not None else empty for tensor in tensors]
+
+    def places(self) -> Iterator[LayerPlace]:
+        if self._model is not None:
+            yield from self._model.places()
 
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, whole. Rank 0 reads them; nobody can update before it goes on."""

@@ -20,7 +20,7 @@ from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.parallel.compute import place
 from shoal.parallel.ddp import Ddp, sparse_parameters
-from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult
+from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult
 from shoal.parallel.ps.relaxed import needs_trainer, report_staleness
 from shoal.parallel.ps.rows import RowModule
 from shoal.parallel.ps.served_model import ServedModel
@@ -91,6 +91,11 @@ class PsHybrid(Ddp):
         for module in self._modules:
             module.release()
         return outputs
+
+    def places(self) -> Iterator[LayerPlace]:
+        served = {each.layer: each for each in self._rows.places()} if self._rows is not None else {}
+        for each in super().places():
+            yield served.get(each.layer, each)
 
     def state(self) -> Iterator[Piece]:
         given: set[str] = set()

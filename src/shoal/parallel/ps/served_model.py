@@ -23,10 +23,18 @@ from shoal.embedding import HashEmbedding
 from shoal.embedding.lookup import LocalRows
 from shoal.embedding.row_table import RowTable
 from shoal.embedding.rules import RULES
-from shoal.parallel.protocol import Piece, PieceReader, TrainJob
+from shoal.parallel.protocol import LayerPlace, Piece, PieceReader, TrainJob
 from shoal.parallel.ps import rows as placement
 from shoal.parallel.ps.rows import PlacementPlan, RowModule, RowRule
-from shoal.parallel.state import MODEL, OPTIMIZER, pieces_of, plain_tensors, saved_state, saved_table
+from shoal.parallel.state import (
+    MODEL,
+    OPTIMIZER,
+    layers_of,
+    pieces_of,
+    plain_tensors,
+    saved_state,
+    saved_table,
+)
 from shoal.ps.client.bulk_transfer import read_chunk, read_rows, read_table, write_chunk, write_rows
 from shoal.ps.client.server_group import Group
 from shoal.ps.client.step import DensePull, PushStep, RowsPull
@@ -273,6 +281,19 @@ class ServedModel:
             first_chunk=job.number * CHUNKS_PER_MODEL,
             is_exact=strategies.parse(self._launched.strategy).mode == "exact",
         )
+
+    def places(self) -> Iterator[LayerPlace]:
+        """Rows by their keys, the rest in chunks; what the servers have not is left out."""
+        last = self._launched.num_servers - 1
+        where = f"servers 0-{last}" if last else "server 0"
+        taken = {module.taken.name.rpartition(".")[0] for module in self.rows}
+        for layer in layers_of(self._job.model):
+            if layer in taken:
+                sends: tuple[tuple[str, dict[str, float]], ...] = (("pull rows, push their gradients", {}),)
+                yield LayerPlace(layer, where, "rows by key", is_cut=True, sends=sends)
+            elif not self._rows_only:
+                sends = (("pull weights, push gradients", {"parameters": 2.0}),)
+                yield LayerPlace(layer, where, "in chunks", sends=sends)
 
     def declare(self) -> None:
         """Tell all servers, and those to come."""
