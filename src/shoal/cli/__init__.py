@@ -14,7 +14,9 @@ import shoal
 from shoal.cli import (
     bench,
     chaos,
+    dashboard,
     doctor,
+    graph,
     hosts,
     render,
     report,
@@ -38,6 +40,7 @@ app = typer.Typer(
         "  shoal run -n 4 train.py --lr 0.1            four workers, data parallel\n"
         "  shoal verify -n 3 train.py --lr 0.1         is it what one process computes?\n"
         "  shoal status                                runs of this directory\n"
+        "  shoal dashboard                             the same in the browser, while they train\n"
         "  shoal resume click                          go on from the newest checkpoint\n"
         "  shoal scale click --servers 3               more servers, while it trains\n"
         "  shoal chaos -n 3 --rate 15s train.py        random kills and pauses: same result?"
@@ -61,6 +64,10 @@ app.command("status", cls=Verb, epilog=status.EXAMPLES)(status.status)
 app.command("stack", cls=Verb, epilog=stack.EXAMPLES)(stack.stack)
 app.command("report", cls=Verb, epilog=report.EXAMPLES)(report.report)
 app.command("trace", cls=Verb, epilog=trace.EXAMPLES)(trace.trace)
+app.command("dashboard", cls=Verb, epilog=dashboard.EXAMPLES)(dashboard.dashboard)
+app.command(
+    "graph", cls=ScriptVerb, epilog=graph.EXAMPLES, context_settings={"allow_interspersed_args": False}
+)(graph.graph)
 app.command("scale", cls=Verb, epilog=scale.EXAMPLES)(scale.scale)
 app.command("leave", cls=Verb, epilog=scale.LEAVE_EXAMPLES)(scale.leave)
 app.command(

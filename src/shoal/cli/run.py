@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shoal.cli.dashboard import DashboardPort, WithDashboard
 from shoal.cli.hosts import (
     Advertise,
     Bind,
@@ -44,6 +46,7 @@ from shoal.cli.options import (
 )
 from shoal.cli.verb import leave
 from shoal.config.parallel_options import ParallelOptions, options_of
+from shoal.errors import ConfigError
 
 EXAMPLES = (
     "\b\n"
@@ -165,11 +168,18 @@ def run(
     step_timeout: StepTimeout = 300.0,
     grace: Grace = 60.0,
     max_restarts: MaxRestarts = 3,
+    dashboard: WithDashboard = False,
+    dashboard_port: DashboardPort = None,
 ) -> None:
     """Train a script in one process or many. Options of shoal come before SCRIPT."""
     from shoal.cluster.launch.api import LaunchConfig, launch
     from shoal.config.faults import Faults
+    from shoal.observe.dashboard.process import beside
 
+    if dashboard_port is not None and not dashboard:
+        raise ConfigError(
+            "--dashboard-port is for --dashboard, which was not given. Nothing was started; add --dashboard."
+        )
     world = enter_world(on)
     if world is not None and world.rank > 0:
         raise typer.Exit(follow_world(world, bind, run_dir))
@@ -224,6 +234,8 @@ def run(
             err=True,
         )
     with leading_world(world) as ended:
-        result = launch(config, set_title=True)
+        result = launch(
+            config, set_title=True, beside=partial(beside, port=dashboard_port) if dashboard else None
+        )
         ended.append(result.exit_code)
     leave(result)

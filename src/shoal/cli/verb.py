@@ -48,6 +48,8 @@ GROUPS = {
         "device",
         "soft_placement",
         "oversubscribe",
+        "dashboard",
+        "dashboard_port",
     ),
     "Strategy": (
         *(

@@ -85,6 +85,7 @@ def launch(
     stderr: BinaryIO | None = None,
     set_title: bool = False,
     successor: Successor | None = None,
+    beside: Callable[[Path], contextlib.AbstractContextManager[str]] | None = None,
 ) -> RunResult:
     """Run a job to its end, with this process as its supervisor.
 
@@ -94,13 +95,18 @@ def launch(
     `warm` is a warm parent to use and to leave alive; `stdout` and `stderr`
     are where output goes instead of this process's own. `set_title` renames
     this process, for a command line that is nothing else. `successor` is what
-    a host has that takes over from a lost head.
+    a host has that takes over from a lost head. `beside` accompanies the job:
+    entered with its run directory, left when it has ended; it gives a line to say.
     """
     refuse_others()
     cores = available_cores()
     described = _describe(config, cores)
     refuse_without_room(config, cores)
-    with _headed(config, successor) as head, _open_run(config, described) as run:
+    with (
+        _headed(config, successor) as head,
+        _open_run(config, described) as run,
+        beside(run.path) if beside is not None else contextlib.nullcontext("") as beside_said,
+    ):
         head.opened(run)
         display = open_display(
             stdout or binary(sys.stdout),
@@ -112,7 +118,7 @@ def launch(
             setproctitle(f"shoal supervisor [{run.name}]")
         if not config.quiet:
             display.note(_first_words(run, described, cores))
-            for note in config.notes():
+            for note in (*config.notes(), *filter(None, [beside_said])):
                 display.note(note)
         head.result = _run_job(config, described, run, display, warm, head)
         return head.result

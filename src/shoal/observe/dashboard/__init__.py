@@ -1,0 +1,1 @@
+"""Dashboard: a web server of its own over the files of run directories. Reads, never writes."""

@@ -1,0 +1,103 @@
+"""Incremental reader of a file of JSON lines that another process is writing.
+
+A torn last line waits for its rest; a damaged one is left out; a file that was
+replaced or cut (a resumed run drops the steps it repeats) is read anew. Links
+are not followed, and nothing but a regular file is opened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.runtime import own_files
+
+CHUNK_BYTES = 512 << 10
+MAX_LINE_BYTES = 256 << 10
+"""A line longer than this is no line of ours: it is passed over."""
+
+
+class JsonLines:
+    """One file, read from where the last read ended."""
+
+    def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
+        self._path, self._tail_bytes = path, tail_bytes
+        self._inode = 0
+        self._offset = 0
+        self.size = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """What was there at the last look and is not read yet."""
+        return max(0, self.size - self._offset)
+
+    def read(self, max_bytes: int = CHUNK_BYTES) -> tuple[bytes, bool]:
+        """Whole lines that came since, and whether the file is another one now, so that what was read is void."""
+        try:
+            fd = own_files.open_file(self._path, os.O_RDONLY, any_owner=True)
+        except OSError:
+            was_there, self._inode, self._offset, self.size = self._inode != 0, 0, 0, 0
+            return b"", was_there
+        try:
+            found = os.fstat(fd)
+            is_other = self._inode != 0 and (found.st_ino != self._inode or found.st_size < self._offset)
+            # Cut and grown again since: the byte before our place is no line's end any more.
+            is_other = is_other or (self._offset > 0 and os.pread(fd, 1, self._offset - 1) != b"\n")
+            if is_other or self._inode == 0:
+                self._inode, self._offset = found.st_ino, 0
+                if self._tail_bytes is not None and found.st_size > self._tail_bytes:
+                    self._offset = self._line_after(fd, found.st_size - self._tail_bytes)
+            self.size = found.st_size
+            content = os.pread(fd, max_bytes, self._offset)
+        finally:
+            os.close(fd)
+        whole = content.rfind(b"\n") + 1
+        if not whole and len(content) >= min(max_bytes, MAX_LINE_BYTES):
+            self._offset += len(content)
+            return b"", is_other
+        self._offset += whole
+        return content[:whole], is_other
+
+    def samples(self, count: int, each_bytes: int = 4096) -> bytes:
+        """Whole lines from `count` places spread evenly over the file. Does not move the reader."""
+        try:
+            fd = own_files.open_file(self._path, os.O_RDONLY, any_owner=True)
+        except OSError:
+            return b""
+        try:
+            size, found = os.fstat(fd).st_size, []
+            for k in range(count):
+                part = os.pread(fd, each_bytes, max(0, size - each_bytes) * k // max(1, count - 1))
+                found.append(part[part.find(b"\n") + 1 : part.rfind(b"\n") + 1])
+            return b"".join(found)
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def _line_after(fd: int, offset: int) -> int:
+        part = os.pread(fd, MAX_LINE_BYTES, offset)
+        return offset + part.find(b"\n") + 1
+
+
+_decoder = msgspec.json.Decoder()
+
+
+def objects(lines: bytes) -> list[dict[str, Any]]:
+    """The objects in whole lines, without the lines that hold none."""
+    try:
+        found = _decoder.decode_lines(lines)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = list(_one_by_one(lines))
+    return [each for each in found if isinstance(each, dict)]
+
+
+def _one_by_one(lines: bytes) -> Iterator[Any]:
+    for line in lines.splitlines():
+        try:
+            yield _decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue

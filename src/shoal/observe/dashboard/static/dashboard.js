@@ -1,0 +1,90 @@
+// Router of the dashboard: which page of which run, its data, and the stream that says when to fetch it again.
+import { clear, element, get, text } from "./dom.js";
+import { PAGES, listRuns, compareRuns, describeRun } from "./pages.js";
+import { forgetCharts } from "./charts.js";
+
+const main = document.getElementById("main");
+const live = document.getElementById("live");
+let place = null; // what is shown
+let source = null;
+let isFetching = false, isStale = false;
+
+function read() {
+  const [, kind, name, page] = location.pathname.split("/").map(decodeURIComponent);
+  if (kind === "run") return { kind, name, page: page || "overview" };
+  return { kind: kind === "compare" ? "compare" : "runs" };
+}
+
+function address(next) {
+  return next.kind === "run" ? `/run/${encodeURIComponent(next.name)}/${next.page}` : next.kind === "compare" ? "/compare" : "/";
+}
+
+function navigation() {
+  const nav = clear(document.getElementById("nav"));
+  const link = (label, next, isHere) => nav.append(element("a", { href: address(next), class: isHere ? "here" : "" }, label));
+  link("runs", { kind: "runs" }, place.kind === "runs");
+  if (place.kind === "run") for (const page of Object.keys(PAGES)) link(page, { kind: "run", name: place.name, page }, place.page === page);
+  link("compare", { kind: "compare" }, place.kind === "compare");
+  nav.querySelector(".here")?.scrollIntoView({ block: "nearest", inline: "center" });
+}
+
+async function show() {
+  place = read();
+  forgetCharts();
+  navigation();
+  clear(main).append(element("p", { class: "quiet" }, "reading …"));
+  main.dataset.ready = "";
+  if (place.kind !== "run") clear(document.getElementById("run"));
+  document.title = place.kind === "run" ? `${place.name} · ${place.page} · shoal` : "shoal";
+  await refresh();
+  listen();
+}
+
+// One fetch at a time: what changes meanwhile is fetched once, afterwards.
+async function refresh() {
+  if (isFetching) { isStale = true; return; }
+  isFetching = true;
+  const asked = place;
+  try {
+    if (asked.kind === "runs") await listRuns(main);
+    else if (asked.kind === "compare") await compareRuns(main);
+    else {
+      const view = await get(`/api/run/${encodeURIComponent(asked.name)}/${asked.page}`);
+      if (asked === place) {
+        describeRun(document.getElementById("run"), view.head);
+        PAGES[asked.page](main, view);
+        main.dataset.version = view.version;
+      }
+    }
+    main.dataset.ready = "yes";
+  } catch (error) {
+    if (asked === place) clear(main).append(element("p", { class: "notice bad" }, text(error.message)));
+  } finally {
+    isFetching = false;
+    if (isStale || asked !== place) { isStale = false; refresh(); }
+  }
+}
+
+function listen() {
+  source?.close();
+  const names = place.kind === "run" ? [place.name] : place.kind === "compare" ? compareRuns.chosen() : [];
+  if (!names.length) { live.textContent = ""; live.className = "live"; return; }
+  source = new EventSource(`/api/stream?runs=${names.map(encodeURIComponent).join(",")}`);
+  source.onopen = () => { live.className = "live on"; live.textContent = "live"; };
+  source.onmessage = () => { if (!document.hidden) refresh(); else isStale = true; };
+  source.onerror = () => { live.className = "live off"; live.textContent = "dashboard ended"; };
+}
+
+document.addEventListener("visibilitychange", () => { if (!document.hidden && isStale) { isStale = false; refresh(); } });
+document.addEventListener("click", (event) => {
+  const link = event.target.closest?.("a[href^='/']");
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey || link.hasAttribute("download")) return;
+  event.preventDefault();
+  history.pushState(null, "", link.getAttribute("href"));
+  show();
+});
+addEventListener("popstate", show);
+addEventListener("chosen", () => { refresh(); listen(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+addEventListener("DOMContentLoaded", show);
+if (document.readyState !== "loading") show();

@@ -1,0 +1,670 @@
+"""Views: what each page of the dashboard shows of a run, in plain values.
+
+Pure functions of a feed, which its caller has locked and polled. A file that is
+missing or of an older run leaves its part of a page empty, with no value made up.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from shoal.observe import figures, record, runs
+from shoal.observe.dashboard.feed import RunFeed
+
+RECENT_S = 30.0
+"""How far back "now" reaches: speed, shares of time, stragglers."""
+
+LANES_S = 120.0
+"""Length of the lanes of workers."""
+
+MAX_SHOWN_EVENTS = 500
+
+GROUPS = {
+    "data": ("read",),
+    "compute": ("compute", "apply"),
+    "communication": ("exchange", "push", "pull"),
+    "waiting": ("wait",),
+    "checkpoint": ("checkpoint",),
+}
+"""Kinds of spans as a lane shows them."""
+
+_GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
+
+Values = dict[str, Any]
+
+
+def head(feed: RunFeed) -> Values:
+    """What every page says of its run."""
+    summary = feed.summary
+    restarts = summary.get("restarts")
+    if restarts is None:
+        restarts = sum(event.get("event") in ("worker-replaced", "server-replaced") for event in feed.events)
+    error = summary.get("error")
+    return {
+        "name": feed.name,
+        "state": str(feed.state),
+        "strategy": feed.config.get("strategy"),
+        "workers": feed.config.get("workers"),
+        "servers": feed.config.get("servers") or 0,
+        "script": " ".join(
+            str(part) for part in [feed.config.get("script", "-"), *feed.config.get("args", [])]
+        ),
+        "started": feed.config.get("started"),
+        "ended": summary.get("ended"),
+        "exit": summary.get("exit"),
+        "error": error if isinstance(error, str) else None,
+        "restarts": restarts,
+        "seed": feed.config.get("seed"),
+        "versions": feed.config.get("versions") or {},
+        "hosts": len(feed.config.get("hosts") or []) or 1,
+        "unread_bytes": feed.left_bytes if feed.is_sampled else 0,
+    }
+
+
+def progress(feed: RunFeed) -> Values:
+    """How far it is, how fast, and when it will be over."""
+    rate = feed.steps.rate()
+    step = runs.last_step([feed.last] if feed.last else [], feed.summary).get("step")
+    told = _told(feed)
+    num_steps = _count(told.get("num_steps"))
+    speed = _recent(rate, "steps_per_s")
+    eta_s = None
+    if feed.state is runs.RunState.ALIVE and num_steps and step is not None and speed:
+        eta_s = told["eta_s"] if _is_number(told.get("eta_s")) else max(0, num_steps - step) / speed
+    is_over = feed.state is runs.RunState.FINISHED
+    done = 1.0 if is_over else step / num_steps if num_steps and step is not None else None
+    return {
+        "step": step,
+        "num_steps": num_steps or (step if is_over else None),
+        "epoch": feed.last.get("epoch", len(feed.epochs) or None),
+        "num_epochs": told.get("num_epochs"),
+        "done": min(1.0, done) if done is not None else None,
+        "loss": feed.last.get("loss"),
+        "samples": feed.summary.get("samples"),
+        "samples_per_s": feed.summary.get("samples_per_s") or _recent(rate, "rate"),
+        "eta_s": eta_s,
+        "seconds": (feed.summary.get("ended") or time.time()) - feed.config["started"]
+        if isinstance(feed.config.get("started"), float)
+        and (feed.summary.get("ended") or feed.state is runs.RunState.ALIVE)
+        else None,
+    }
+
+
+def _told(feed: RunFeed) -> Values:
+    """The newest line in which a worker tells how far it will go."""
+    lines = (line for name in sorted(feed.activity, key=_numbered) for line in reversed(feed.activity[name]))
+    return next((line for line in lines if line.get("num_steps")), {})
+
+
+def _recent(rate: Mapping[str, list[float]], name: str) -> float | None:
+    """The newest speed, over the last of the buckets that are long enough to mean something."""
+    if not rate["step"]:
+        return None
+    end = rate["seconds"][-1]
+    weights = [end - at <= RECENT_S for at in rate["seconds"]]
+    chosen = [value for value, near in zip(rate[name], weights, strict=True) if near]
+    return statistics.median(chosen) if chosen else None
+
+
+def overview(feed: RunFeed) -> Values:
+    names = [name for name in feed.steps.names if name not in ("step", "time", "samples", "loss")]
+    by_epoch: dict[str, list[list[float]]] = {}
+    for line in feed.epochs:
+        for name, value in line.items():
+            if name not in ("epoch", "step", "time") and _is_number(value) and _is_number(line.get("step")):
+                by_epoch.setdefault(name, []).append([line["step"], value])
+    return {
+        "progress": progress(feed),
+        "loss": feed.steps.curve("loss"),
+        "rate": feed.steps.rate(),
+        "metrics": {name: feed.steps.curve(name) for name in names},
+        "epochs": by_epoch,
+        "final": _final(feed),
+        "marks": [mark for mark in faults(feed) if mark["at"] is not None],
+        "answers": answers(feed),
+    }
+
+
+def answers(feed: RunFeed) -> list[Values]:
+    """What one wants to know first, in sentences: is it learning, is it fast, what holds it up, what died."""
+    return [
+        {"question": "Is it learning?", **_learning(feed)},
+        {"question": "Is it fast?", **_fast(feed)},
+        {"question": "What holds it up?", **_bottleneck(feed)},
+        {"question": "What died?", **_died(feed)},
+    ]
+
+
+def _learning(feed: RunFeed) -> Values:
+    means = feed.steps.curve("loss")["mean"]
+    if len(means) < 8:
+        return {"answer": "too few steps to say", "level": "unknown"}
+    tenth = max(1, len(means) // 10)
+    first, before, last = (
+        statistics.fmean(part) for part in (means[:tenth], means[-2 * tenth : -tenth], means[-tenth:])
+    )
+    if feed.last.get("loss") is None:
+        return {"answer": "the loss is not a finite number", "level": "bad"}
+    change = f"loss {_short(first)} → {_short(last)}"
+    if last >= first:
+        return {"answer": f"no: {change}", "level": "bad"}
+    if last >= before * 0.999:
+        return {"answer": f"{change}; hardly any more in the last tenth", "level": "fair"}
+    return {"answer": f"yes: {change}", "level": "good"}
+
+
+def _fast(feed: RunFeed) -> Values:
+    speed = progress(feed)["samples_per_s"]
+    if speed is None:
+        return {"answer": "no speed measured yet", "level": "unknown"}
+    shares = _shares(feed, _recent_lines)
+    total = sum(shares.values())
+    if not total:
+        return {"answer": f"{_short(speed)} samples/s", "level": "fair"}
+    busy = shares.get("compute", 0.0) / total
+    level = "good" if busy >= 0.7 else "fair" if busy >= 0.4 else "bad"
+    return {"answer": f"{_short(speed)} samples/s; workers compute {busy:.0%} of the time", "level": level}
+
+
+def _bottleneck(feed: RunFeed) -> Values:
+    slow = [
+        worker["process"] for worker in workers(feed, with_lanes=False)["workers"] if worker["is_straggler"]
+    ]
+    if slow:
+        return {"answer": f"{', '.join(slow[:3])}: far slower than the others", "level": "bad"}
+    shares = _shares(feed, _recent_lines)
+    total = sum(shares.values())
+    if not total:
+        return {"answer": "no activity recorded", "level": "unknown"}
+    kind, seconds = max(shares.items(), key=lambda item: item[1])
+    said = {
+        "compute": "computing: more workers, or faster ones, would help",
+        "data": "reading data: more reader processes, or a cache",
+        "communication": "communication: larger batches, compression or fewer workers",
+        "waiting": "waiting for each other or for servers",
+        "checkpoint": "writing checkpoints: save less often",
+    }[kind]
+    return {"answer": f"{said} ({seconds / total:.0%})", "level": "good" if kind == "compute" else "fair"}
+
+
+def _died(feed: RunFeed) -> Values:
+    found = faults(feed)
+    if not found:
+        return {"answer": "nothing", "level": "good"}
+    back = [
+        each for each in found if each["live_after_s"] is not None or each["replaced_after_s"] is not None
+    ]
+    names = ", ".join(dict.fromkeys(each["process"] for each in found[-3:]))
+    if len(back) == len(found):
+        return {"answer": f"{names}; {len(found)} in all, all replaced", "level": "fair"}
+    return {"answer": f"{names}; {len(found) - len(back)} of {len(found)} not replaced", "level": "bad"}
+
+
+# ---- workers and servers -------------------------------------------------------------------------------
+
+
+def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
+    started = {
+        f"worker-{each['rank']}": each
+        for each in runs.processes(
+            list(feed.events), feed.state, num_workers=_count(feed.config.get("workers"))
+        )
+    }
+    seen = sorted((name for name in feed.activity if name.startswith("worker-")), key=_numbered)
+    names = sorted({*started, *seen}, key=_numbered)
+    end = _end(feed, names)
+    lease = runs.leases(list(feed.events)) or feed.summary.get("leases") or {}
+    found = []
+    for name in names:
+        lines = list(feed.activity.get(name, ()))
+        # An ended run shows how it trained, not how it idled afterwards.
+        worked = lines if feed.state is runs.RunState.ALIVE else record.while_training(lines)
+        recent = [line for line in worked if line["at"] > worked[-1]["at"] - RECENT_S]
+        shares, seconds = _grouped(recent), _length(recent)
+        samples, steps = _total(recent, "samples"), _total(recent, "steps")
+        process = started.get(name, {})
+        had = lease.get(name.removeprefix("worker-"))
+        found.append(
+            {
+                "process": name,
+                "state": process.get("state", "-"),
+                "pid": process.get("pid"),
+                "host": process.get("host", lines[-1].get("host") if lines else None),
+                "restarts": process.get("restarts", 0),
+                "step": lines[-1].get("step") if lines else None,
+                "samples_per_s": samples / seconds if seconds else None,
+                "steps_per_s": steps / seconds if seconds else None,
+                "shares": _fractions(shares, seconds),
+                "own_per_step_s": record.totals(recent).own_s / steps if steps else None,
+                "rss_bytes": lines[-1].get("rss_bytes") if lines else None,
+                "cpu": _total(recent, "cpu_s") / seconds if seconds else None,
+                "bytes_per_s": (_bytes(recent, "sent") + _bytes(recent, "received")) / seconds
+                if seconds
+                else None,
+                "leases": had if isinstance(had, list) else None,
+                "is_straggler": False,
+                "lane": _lane([line for line in lines if line["at"] > end - LANES_S], end)
+                if with_lanes
+                else [],
+            }
+        )
+    _mark_stragglers(found)
+    return {
+        "workers": found,
+        "groups": list(GROUPS),
+        "end": end,
+        "length_s": LANES_S,
+        "straggles": figures.STRAGGLES,
+    }
+
+
+def _mark_stragglers(found: list[Values]) -> None:
+    """By the time of a step in which a worker waits for nobody, as reports and `shoal status` do."""
+    costs = [worker["own_per_step_s"] for worker in found]
+    for index, worker in enumerate(found):
+        others = [cost for k, cost in enumerate(costs) if k != index and cost]
+        if others and worker["own_per_step_s"]:
+            worker["slowness"] = worker["own_per_step_s"] / statistics.median(others)
+            worker["is_straggler"] = worker["slowness"] > figures.STRAGGLES
+
+
+def _lane(lines: list[Values], end: float) -> list[list[float]]:
+    """A lane's intervals: [begin, end, then the share of each group of GROUPS]."""
+    found = []
+    for line, begin in zip(lines, _begins(lines), strict=True):
+        shares = _fractions(_grouped([line]), max(line["at"] - begin, 1e-3))
+        found.append(
+            [round(begin - end, 2), round(line["at"] - end, 2), *(shares.get(name, 0.0) for name in GROUPS)]
+        )
+    return found
+
+
+def servers(feed: RunFeed) -> Values:
+    events = list(feed.events)
+    held = {f"server-{each['server']}": each for each in runs.servers(events, feed.state)}
+    if not held or feed.state is not runs.RunState.ALIVE:  # an ended run shows what they held last
+        held |= {
+            name: {**held.get(name, {}), **slots}
+            for name, slots in _last_slots(events).items()
+            if name not in held or not held[name].get("primary")
+        }
+    seen = [name for name in feed.activity if name.startswith("server-")]
+    names = sorted({*held, *seen}, key=_numbered)
+    end = _end(feed, names)
+    staleness: Counter[str] = Counter()
+    found, series = [], {}
+    for name in names:
+        lines = list(feed.activity.get(name, ()))
+        recent = [line for line in lines if line["at"] > end - RECENT_S]
+        seconds, newest = _length(recent), lines[-1] if lines else {}
+        for line in lines:
+            staleness.update(_counts(line.get("staleness")))
+        cache = Counter[str]()
+        for line in recent:
+            cache.update(_counts(line.get("cache")))
+        looked_up = cache["hits"] + cache["misses"]
+        process = held.get(name, {})
+        queued = [line["queue_s"] for line in recent if _is_number(line.get("queue_s"))]
+        found.append(
+            {
+                "process": name,
+                "state": process.get("state", "-"),
+                "pid": process.get("pid"),
+                "host": process.get("host"),
+                "restarts": process.get("restarts", 0),
+                "primary": process.get("primary", newest.get("slots")),
+                "replica": process.get("replica", newest.get("replicas")),
+                "filling": process.get("filling", 0),
+                "load": _busy(recent) / seconds if seconds else None,
+                "queue_s": statistics.fmean(queued) if queued else None,
+                "received_per_s": _bytes(recent, "received") / seconds if seconds else None,
+                "sent_per_s": _bytes(recent, "sent") / seconds if seconds else None,
+                "rows": {str(k): v for k, v in _counts(newest.get("rows")).items()},
+                "cache_hit_rate": cache["hits"] / looked_up if looked_up else None,
+                "rss_bytes": newest.get("rss_bytes"),
+            }
+        )
+        series[name] = _series(lines, end)
+    if not staleness:
+        staleness.update(_counts(feed.summary.get("staleness")))
+    return {
+        "servers": found,
+        "series": series,
+        "staleness": dict(sorted(staleness.items(), key=lambda item: _numbered(item[0]))),
+        "num_slots": sum(each["primary"] or 0 for each in found) or None,
+        "replicas": feed.config.get("replicas"),
+        "end": end,
+    }
+
+
+def _last_slots(events: list[Values]) -> dict[str, Values]:
+    views = [event.get("servers") for event in events if event.get("event") == "server-view"]
+    full = [view for view in views if isinstance(view, dict)]
+    return {
+        f"server-{number}": {kind: slots.get(kind, 0) for kind in ("primary", "replica", "filling")}
+        for number, slots in (full[-1] if full else {}).items()
+        if isinstance(slots, dict)
+    }
+
+
+def _series(lines: list[Values], end: float) -> Values:
+    found: Values = {"at": [], "queue_ms": [], "bytes_per_s": [], "load": []}
+    for line, begin in zip(lines, _begins(lines), strict=True):
+        length = max(line["at"] - begin, 1e-3)
+        found["at"].append(round(line["at"] - end, 1))
+        queued = line.get("queue_s")
+        found["queue_ms"].append(round(queued * 1000, 3) if _is_number(queued) else None)
+        found["bytes_per_s"].append(round((_bytes([line], "received") + _bytes([line], "sent")) / length))
+        found["load"].append(round(_busy([line]) / length, 4))
+    return found
+
+
+# ---- data, events, graph, compare ----------------------------------------------------------------------
+
+
+def data(feed: RunFeed) -> Values:
+    ledger = feed.ledger()
+    spans = [span for epoch in ledger.get("epochs", []) for span in epoch["ranges"]]
+    sharding = spans[-1]["sharding"] if spans else None
+    remainder = ledger.get("remainder") or {}
+    return {
+        "check": list(runs.ledger_lines(ledger)),
+        "epochs": [
+            {
+                key: epoch[key]
+                for key in (
+                    "epoch",
+                    "trainer",
+                    "samples",
+                    "trained",
+                    "is_over",
+                    "is_exact",
+                    "left_out",
+                    "repeated",
+                )
+            }
+            | {
+                "skipped": epoch["skipped"][:200],
+                "num_skipped": len(epoch["skipped"]),
+                "missing": epoch["missing"][:50],
+                "doubled": epoch["doubled"][:50],
+                "ranges": epoch["ranges"][-200:],
+            }
+            for epoch in ledger.get("epochs", [])[-50:]
+        ],
+        "workers": ledger.get("workers", {}),
+        "sharding": sharding,
+        "launches": len(ledger.get("launches", [])),
+        "holds": remainder.get("by_rank") or {},
+        "left": remainder.get("together") or remainder.get("to_hand_out"),
+        "skips": [
+            event
+            for event in feed.events
+            if "skip" in str(event.get("event")) or "quarantine" in str(event.get("event"))
+        ][-100:],
+    }
+
+
+def events(feed: RunFeed) -> Values:
+    return {
+        "events": list(feed.events)[-MAX_SHOWN_EVENTS:],
+        "num_kept": len(feed.events),
+        "faults": faults(feed),
+    }
+
+
+def faults(feed: RunFeed) -> list[Values]:
+    """Deaths and what was done about each: signal, step, time until a replacement was there and at work."""
+    found: list[Values] = []
+    open_by: dict[str, Values] = {}
+    for event in feed.events:
+        kind, at = str(event.get("event")), event.get("time")
+        name = _process_of(event)
+        if kind.endswith("-exited") and name and event.get("code") != 0:
+            fault = {
+                "process": name,
+                "at": at if _is_number(at) else None,
+                "code": event.get("code"),
+                "signal": _signal(event.get("code")),
+                "incarnation": event.get("incarnation", 0),
+                "step": feed.steps.step_at(at) if _is_number(at) else None,
+                "replaced_after_s": None,
+                "live_after_s": None,
+                "view": None,
+                "donor": None,
+            }
+            found.append(fault)
+            open_by[name] = fault
+        elif kind.endswith("-replaced") and name in open_by:
+            open_by[name]["replaced_after_s"] = _passed(event, open_by[name])
+        elif kind.endswith("-live") and name in open_by:
+            fault = open_by.pop(name)
+            fault["live_after_s"] = _passed(event, fault)
+        elif kind in ("view-formed", "server-view"):
+            for fault in open_by.values():
+                if fault["view"] is None and fault["replaced_after_s"] is not None:
+                    fault["view"], fault["donor"] = event.get("view"), event.get("donor")
+                    is_server = fault["process"].startswith("server-")
+                    if is_server and kind == "server-view" and fault["live_after_s"] is None:
+                        fault["live_after_s"] = _passed(event, fault)
+        elif kind == "host-lost":
+            found.append(_lost_host(event, feed.steps.step_at(at) if _is_number(at) else None))
+    # Servers are killed when the job is over: that is no death.
+    over = _end_of_work(feed)
+    return [
+        fault
+        for fault in found
+        if over is None
+        or fault["at"] is None
+        or fault["at"] < over
+        or fault["process"].split("-")[0] not in ("server", "coordinator", "aggregator")
+    ]
+
+
+def _end_of_work(feed: RunFeed) -> float | None:
+    """When the last worker had left without an error, in an ended run."""
+    if feed.state is runs.RunState.ALIVE:
+        return None
+    left = [
+        event["time"]
+        for event in feed.events
+        if event.get("event") == "worker-exited" and event.get("code") == 0 and _is_number(event.get("time"))
+    ]
+    return max(left) if left else None
+
+
+def _lost_host(event: Values, step: float | None) -> Values:
+    return {
+        "process": f"host-{event.get('host')}",
+        "at": event.get("time"),
+        "code": None,
+        "signal": event.get("reason"),
+        "incarnation": 0,
+        "step": step,
+        "replaced_after_s": None,
+        "live_after_s": None,
+        "view": None,
+        "donor": None,
+    }
+
+
+def _process_of(event: Values) -> str | None:
+    role = str(event.get("event")).split("-")[0]
+    if role == "worker" and isinstance(event.get("rank"), int):
+        return f"worker-{event['rank']}"
+    if role == "server" and isinstance(event.get("server"), int):
+        return f"server-{event['server']}"
+    return "coordinator" if role == "coordinator" else None
+
+
+def _passed(event: Values, fault: Values) -> float | None:
+    at = event.get("time")
+    return round(at - fault["at"], 3) if _is_number(at) and _is_number(fault["at"]) else None
+
+
+def _signal(code: Any) -> str | None:
+    import signal
+
+    if isinstance(code, int) and code < 0:
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}" if isinstance(code, int) else None
+
+
+def graph(feed: RunFeed) -> Values:
+    exchange = feed.summary.get("exchange")
+    noted = [event for event in feed.events if event.get("event") == "exchanged"]
+    if not isinstance(exchange, dict):
+        exchange = noted[-1] if noted else {}
+    return {"graph": feed.graph, "exchange": exchange}
+
+
+def compare(feeds: Iterable[RunFeed]) -> Values:
+    """Several runs over each other; of their settings those that differ."""
+    found, settings = [], []
+    for feed in feeds:
+        found.append(
+            {
+                "head": head(feed),
+                "progress": progress(feed),
+                "loss": feed.steps.curve("loss"),
+                "rate": feed.steps.rate(),
+                "final": _final(feed),
+            }
+        )
+        settings.append(
+            {
+                key: value
+                for key, value in feed.config.items()
+                if isinstance(value, (str, int, float, bool, list)) or value is None
+            }
+        )
+    keys = dict.fromkeys(key for each in settings for key in each if key not in ("started", "cwd", "hosts"))
+    differing = {
+        key: [each.get(key) for each in settings]
+        for key in keys
+        if len({repr(each.get(key)) for each in settings}) > 1
+    }
+    return {"runs": found, "differing": differing}
+
+
+def _final(feed: RunFeed) -> Values:
+    """Metrics of the end, or of the newest epoch."""
+    final = feed.summary.get("metrics")
+    if not isinstance(final, dict):
+        final = feed.epochs[-1] if feed.epochs else {}
+    return {k: v for k, v in final.items() if _is_number(v) and k not in ("epoch", "step", "time")}
+
+
+PAGES: dict[str, Callable[[RunFeed], Values]] = {
+    "overview": overview,
+    "workers": workers,
+    "servers": servers,
+    "data": data,
+    "events": events,
+    "graph": graph,
+}
+
+
+# ---- sums over lines of activity -----------------------------------------------------------------------
+
+
+def _recent_lines(feed: RunFeed, name: str) -> list[Values]:
+    lines = list(feed.activity.get(name, ()))
+    return [line for line in lines if line["at"] > lines[-1]["at"] - RECENT_S] if lines else []
+
+
+def _shares(feed: RunFeed, lines_of: Callable[[RunFeed, str], list[Values]]) -> dict[str, float]:
+    """Seconds of all workers by group."""
+    total: Counter[str] = Counter()
+    for name in feed.activity:
+        if name.startswith("worker-"):
+            total.update(_grouped(lines_of(feed, name)))
+    return dict(total)
+
+
+def _grouped(lines: list[Values]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in lines:
+        spent = line.get("seconds")
+        for kind, seconds in spent.items() if isinstance(spent, dict) else ():
+            group = _GROUP_OF.get(kind)
+            if group is not None and _is_number(seconds):
+                found[group] = found.get(group, 0.0) + seconds
+    return found
+
+
+def _fractions(shares: dict[str, float], seconds: float) -> dict[str, float]:
+    whole = max(seconds, sum(shares.values()))
+    return {name: round(spent / whole, 4) for name, spent in shares.items()} if whole else {}
+
+
+def _begins(lines: list[Values]) -> list[float]:
+    """Where each interval begins; of a line that does not say, at the end of the one before, unless there was a pause."""
+    found = []
+    for index, line in enumerate(lines):
+        if _is_number(line.get("interval_s")):
+            found.append(line["at"] - line["interval_s"])
+            continue
+        before = lines[index - 1]["at"] if index else line["at"] - 1.0
+        spent = sum(v for v in (line.get("seconds") or {}).values() if _is_number(v))
+        longest = max(5.0, spent * 1.5)
+        found.append(before if 0 < line["at"] - before <= longest else line["at"] - max(1.0, spent))
+    return found
+
+
+def _length(lines: list[Values]) -> float:
+    return sum(line["at"] - begin for line, begin in zip(lines, _begins(lines), strict=True))
+
+
+def _total(lines: list[Values], key: str) -> float:
+    return sum(line[key] for line in lines if _is_number(line.get(key)))
+
+
+def _busy(lines: list[Values]) -> float:
+    """Seconds in which a server did something."""
+    return sum(seconds for group, seconds in _grouped(lines).items() if group != "waiting")
+
+
+def _bytes(lines: list[Values], way: str) -> float:
+    return sum(
+        moved[way]
+        for line in lines
+        if isinstance(moved := line.get("bytes"), dict) and _is_number(moved.get(way))
+    )
+
+
+def _counts(found: Any) -> dict[str, Any]:
+    return {str(k): v for k, v in found.items() if _is_number(v)} if isinstance(found, dict) else {}
+
+
+def _end(feed: RunFeed, names: Iterable[str]) -> float:
+    """The right edge of the lanes: now, or when the newest line was written."""
+    newest = max((feed.activity[name][-1]["at"] for name in names if feed.activity.get(name)), default=0.0)
+    return (
+        time.time() if feed.state is runs.RunState.ALIVE and newest and time.time() - newest < 60 else newest
+    )
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    role, _, number = name.rpartition("-")
+    return role, int(number) if number.isdigit() else -1
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

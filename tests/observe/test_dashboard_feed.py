@@ -1,0 +1,187 @@
+"""Feed, buckets and views: what is read of a run directory, however long, torn or old it is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.observe.dashboard import prometheus, views
+from shoal.observe.dashboard.buckets import Buckets
+from shoal.observe.dashboard.feed import MAX_INTERVALS, RunFeed
+from simulated_run import lines, write_run
+
+
+def polled(path: Path) -> RunFeed:
+    feed = RunFeed(path)
+    feed.poll(10.0)
+    return feed
+
+
+def steps(path: Path, first: int, last: int, **more: Any) -> None:
+    with open(path / "metrics.jsonl", "a") as file:
+        for step in range(first, last + 1):
+            file.write(
+                json.dumps(
+                    {"step": step, "epoch": 0, "loss": 1.0, "samples": 8, "time": 100.0 + step, **more}
+                )
+                + "\n"
+            )
+
+
+@given(
+    values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300),
+    cuts=st.lists(st.integers(0, 300), max_size=5),
+)
+def test_buckets_keep_extremes_and_mean_however_they_are_fed(values: list[float], cuts: list[int]) -> None:
+    buckets = Buckets(16)
+    bounds = sorted({0, len(values), *(min(cut, len(values)) for cut in cuts)})
+    for begin, end in itertools.pairwise(bounds):
+        buckets.add(np.arange(begin, end), {"loss": np.array(values[begin:end])})
+    curve = buckets.curve("loss")
+    assert len(curve["step"]) <= 16
+    assert min(curve["low"]) == pytest.approx(min(values), rel=1e-5, abs=1e-9)
+    assert max(curve["high"]) == pytest.approx(max(values), rel=1e-5, abs=1e-9)
+    assert curve["step"][-1] == len(values) - 1
+
+
+def test_a_spike_of_one_step_among_many_is_drawn() -> None:
+    buckets = Buckets(64)
+    loss = np.ones(100_000)
+    loss[77_777] = 50.0
+    buckets.add(np.arange(100_000), {"loss": loss})
+    assert max(buckets.curve("loss")["high"]) == 50.0
+
+
+def test_rate_counts_the_steps_of_all_workers_where_lines_are_those_of_one() -> None:
+    buckets = Buckets()
+    at = np.array([1, 4, 7, 10])  # a relaxed strategy: others did the steps between
+    buckets.add(at, {"samples": np.full(4, 8.0), "time": 100.0 + at})
+    assert buckets.rate()["rate"] == [8.0, 8.0, 8.0]
+
+
+def test_new_lines_are_added_and_a_torn_one_waits_for_its_rest(tmp_path: Path) -> None:
+    steps(tmp_path, 1, 10)
+    feed = polled(tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 11, "loss": 0.5, "sam')
+    assert not feed.poll()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('ples": 8, "time": 111.0}\n')
+    assert feed.poll()
+    assert (feed.last["step"], feed.last["loss"]) == (11, 0.5)
+    version = feed.version
+    assert not feed.poll()
+    assert feed.version == version
+
+
+@pytest.mark.parametrize("how", ["cut in place", "replaced"])
+def test_a_resumed_run_that_drops_its_last_steps_is_read_anew(tmp_path: Path, how: str) -> None:
+    steps(tmp_path, 1, 20)
+    feed = polled(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    kept = path.read_bytes().splitlines(keepends=True)[:10]
+    if how == "replaced":
+        path.with_name("new").write_bytes(b"".join(kept))
+        os.replace(path.with_name("new"), path)
+    else:
+        os.truncate(path, sum(map(len, kept)))
+    steps(tmp_path, 11, 12, loss=9.0)
+    feed.poll()
+    assert feed.steps.curve("loss")["step"] == [float(step) for step in range(1, 13)]
+
+
+def test_damaged_lines_and_values_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "loss": 1.0}\n\xff\xfe broken\n[1, 2]\n{"step": -3, "loss": 1.0}\n{"step": 1e400}\n'
+        b'{"step": 2, "loss": null, "accuracy": 0.5, "note": "text"}\n{"loss": 3}\n'
+    )
+    lines(
+        tmp_path / "events.jsonl",
+        [{"event": "worker-exited"}, {"event": "x", "time": "then"}, {"time": None}],
+    )
+    feed = polled(tmp_path)
+    assert feed.steps.curve("loss")["step"] == [1.0]
+    assert feed.steps.curve("accuracy")["mean"] == [0.5]
+    for view in views.PAGES.values():
+        json.dumps(view(feed))
+
+
+def test_a_long_run_is_shown_from_a_sample_and_then_exactly(tmp_path: Path) -> None:
+    write_run(tmp_path / "long", steps=120_000, workers=1, servers=0)
+    feed = RunFeed(tmp_path / "long")
+    feed.poll(0.0)
+    assert feed.is_sampled
+    assert views.head(feed)["unread_bytes"] > 0
+    assert feed.last["step"] == 120_000  # the newest is there at once
+    while feed.left_bytes:
+        feed.poll(1.0)
+    assert not feed.is_sampled
+    assert len(feed.steps.curve("loss")["step"]) == pytest.approx(120_000 / 128, abs=1)
+
+
+def test_links_devices_and_foreign_names_are_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text('{"step": 1, "loss": 42.0}\n')
+    run = tmp_path / "run"
+    (run / "activity").mkdir(parents=True)
+    (run / "metrics.jsonl").symlink_to(tmp_path / "secret")
+    (run / "config.json").symlink_to(tmp_path / "secret")
+    (run / "activity" / "worker-0.jsonl").symlink_to(tmp_path / "secret")
+    (run / "activity" / "..evil.jsonl").write_text('{"at": 1}\n')
+    os.mkfifo(run / "events.jsonl")
+    feed = polled(run)
+    assert (feed.last, feed.config, list(feed.events)) == ({}, {}, [])
+    assert not any(feed.activity.values())
+
+
+def test_activity_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "activity").mkdir()
+    lines(tmp_path / "activity" / "worker-0.jsonl", [{"at": float(k)} for k in range(3 * MAX_INTERVALS)])
+    assert len(polled(tmp_path).activity["worker-0"]) == MAX_INTERVALS
+
+
+def test_an_empty_directory_and_an_old_run_have_every_page(tmp_path: Path) -> None:
+    old = Path(__file__).parents[1] / "fixtures" / "run_0_1_0"
+    for path in (tmp_path, *(each.parent for each in old.rglob("config.json"))):
+        feed = polled(path)
+        for view in views.PAGES.values():
+            json.dumps(view(feed))
+
+
+def test_straggler_death_and_progress_are_found(tmp_path: Path) -> None:
+    feed = polled(write_run(tmp_path / "run", straggler=2, killed=1))
+    shown = views.workers(feed)["workers"]
+    assert [worker["process"] for worker in shown if worker["is_straggler"]] == ["worker-2"]
+    [fault] = views.faults(feed)  # and not the servers that ended with the job
+    assert (fault["process"], fault["signal"], fault["replaced_after_s"], fault["live_after_s"]) == (
+        "worker-1",
+        "SIGKILL",
+        0.05,
+        1.2,
+    )
+    assert fault["step"] == 200
+    assert views.progress(feed)["num_steps"] == 400
+    [learning, _, bottleneck, died] = [answer["answer"] for answer in views.answers(feed)]
+    assert learning.startswith("yes")
+    assert "worker-2" in bottleneck
+    assert "worker-1" in died
+
+
+def test_servers_have_slots_staleness_and_hits(tmp_path: Path) -> None:
+    found = views.servers(polled(write_run(tmp_path / "run", servers=3)))
+    assert found["num_slots"] == 3 * (256 // 3)
+    assert found["staleness"]["0"] == 3 * 40 * 120
+    assert found["servers"][0]["cache_hit_rate"] == 0.9
+    assert found["servers"][0]["rows"] == {"rows.weight": 50_000}
+
+
+def test_figures_for_prometheus_are_labelled_and_escaped(tmp_path: Path) -> None:
+    said = prometheus.text([prometheus.figures(polled(write_run(tmp_path / 'a "b"', steps=50)))])
+    assert '# TYPE shoal_step gauge\nshoal_step{run="a \\"b\\""} 50.0\n' in said
