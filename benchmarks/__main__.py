@@ -36,6 +36,7 @@ BENCHMARKS = (
     "data_workers",
     "data_dynamic",
     "observe_cost",
+    "dashboard",
 )
 
 
