@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from shoal.observe import figures, record, runs
 from shoal.observe.dashboard.feed import RunFeed
@@ -621,11 +621,11 @@ def _begins(lines: list[Values]) -> list[float]:
 
 
 def _length(lines: list[Values]) -> float:
-    return sum(line["at"] - begin for line, begin in zip(lines, _begins(lines), strict=True))
+    return float(sum(line["at"] - begin for line, begin in zip(lines, _begins(lines), strict=True)))
 
 
 def _total(lines: list[Values], key: str) -> float:
-    return sum(line[key] for line in lines if _is_number(line.get(key)))
+    return float(sum(line[key] for line in lines if _is_number(line.get(key))))
 
 
 def _busy(lines: list[Values]) -> float:
@@ -634,11 +634,8 @@ def _busy(lines: list[Values]) -> float:
 
 
 def _bytes(lines: list[Values], way: str) -> float:
-    return sum(
-        moved[way]
-        for line in lines
-        if isinstance(moved := line.get("bytes"), dict) and _is_number(moved.get(way))
-    )
+    moved = (line.get("bytes") for line in lines)
+    return float(sum(each[way] for each in moved if isinstance(each, dict) and _is_number(each.get(way))))
 
 
 def _counts(found: Any) -> dict[str, Any]:
@@ -662,7 +659,7 @@ def _count(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
