@@ -38,6 +38,7 @@ BENCHMARKS = (
     "data_workers",
     "data_dynamic",
     "observe_cost",
+    "dashboard",
 )
 
 

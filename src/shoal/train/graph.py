@@ -51,7 +51,7 @@ class _Provenance(TorchFunctionMode):
         return result
 
     def of(self, tree: Any) -> list[str]:
-        found = (self._names.get(tensor) for tensor in _tensors(tree))
+        found = (self._names.get(tensor) for tensor in _tensors(tree))  # type: ignore[no-untyped-call]
         return list(dict.fromkeys(name for name in found if name is not None))
 
     def name(self, tree: Any, name: str) -> None:
@@ -82,7 +82,7 @@ class GraphRecorder:
     def close(self) -> None:
         self.is_done = True
         if self._provenance is not None:
-            self._provenance.__exit__(None, None, None)
+            self._provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._provenance = None
         for handle in self._handles:
             handle.remove()
@@ -124,7 +124,7 @@ class GraphRecorder:
             provenance.name(parameter, f"parameter {name}")
         self._calls = [("", False)]
         self._provenance = provenance
-        provenance.__enter__()
+        provenance.__enter__()  # type: ignore[no-untyped-call]
         for given in (args, kwargs):
             for path, leaf in _pytree.tree_flatten_with_path(given)[0]:
                 if isinstance(leaf, Tensor):

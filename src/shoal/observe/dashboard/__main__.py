@@ -4,4 +4,5 @@ import sys
 
 from shoal.observe.dashboard.process import main
 
-main(*sys.argv[1:3])
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

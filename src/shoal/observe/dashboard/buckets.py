@@ -67,10 +67,10 @@ class Buckets:
             for column in self._columns.values():
                 column.halve()
         index = steps // self.width
-        for name, column in {"step": steps.astype(np.float64), **values}.items():
+        for name, given in {"step": steps.astype(np.float64), **values}.items():
             if name not in self._columns:
                 self._columns[name] = _Column(self._capacity)
-            self._columns[name].add(index, column)
+            self._columns[name].add(index, given)
 
     @property
     def names(self) -> list[str]:

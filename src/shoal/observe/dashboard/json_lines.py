@@ -16,8 +16,8 @@ import msgspec
 
 from shoal.runtime import own_files
 
-CHUNK_BYTES = 2 << 20
-MAX_LINE_BYTES = 1 << 20
+CHUNK_BYTES = 512 << 10
+MAX_LINE_BYTES = 256 << 10
 """A line longer than this is no line of ours: it is passed over."""
 
 

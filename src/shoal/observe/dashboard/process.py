@@ -161,7 +161,7 @@ def main(root: str, fd: str) -> None:
 
     setproctitle.setproctitle(f"shoal dashboard [{Path(root).name}]")
     with contextlib.suppress(OSError):
-        os.nice(10)  # training comes first
+        os.nice(3)  # training comes first
     said = json.loads(sys.stdin.readline())
     address = Address(socket.socket(fileno=int(fd)), said["host"], said["port"], said["token"])
 

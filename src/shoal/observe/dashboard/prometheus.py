@@ -44,7 +44,7 @@ def figures(feed: RunFeed) -> list[Figure]:
         ("shoal_restarts", run, head["restarts"]),
     ]
     if feed.state is RunState.ALIVE:
-        for worker in views.workers(feed)["workers"]:
+        for worker in views.workers(feed, with_lanes=False)["workers"]:
             labels = {**run, "process": worker["process"]}
             found += [
                 ("shoal_worker_samples_per_second", labels, worker["samples_per_s"]),

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from shoal.observe import figures, record, runs
 from shoal.observe.dashboard.feed import RunFeed
@@ -32,6 +32,8 @@ GROUPS = {
     "checkpoint": ("checkpoint",),
 }
 """Kinds of spans as a lane shows them."""
+
+_GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
 
 Values = dict[str, Any]
 
@@ -116,16 +118,13 @@ def overview(feed: RunFeed) -> Values:
         for name, value in line.items():
             if name not in ("epoch", "step", "time") and _is_number(value) and _is_number(line.get("step")):
                 by_epoch.setdefault(name, []).append([line["step"], value])
-    final = feed.summary.get("metrics")
-    if not isinstance(final, dict):
-        final = {k: v for k, v in (feed.epochs[-1] if feed.epochs else {}).items() if k in by_epoch}
     return {
         "progress": progress(feed),
         "loss": feed.steps.curve("loss"),
         "rate": feed.steps.rate(),
         "metrics": {name: feed.steps.curve(name) for name in names},
         "epochs": by_epoch,
-        "final": {name: value for name, value in final.items() if _is_number(value)},
+        "final": _final(feed),
         "marks": [mark for mark in faults(feed) if mark["at"] is not None],
         "answers": answers(feed),
     }
@@ -173,7 +172,9 @@ def _fast(feed: RunFeed) -> Values:
 
 
 def _bottleneck(feed: RunFeed) -> Values:
-    slow = [worker["process"] for worker in workers(feed)["workers"] if worker["is_straggler"]]
+    slow = [
+        worker["process"] for worker in workers(feed, with_lanes=False)["workers"] if worker["is_straggler"]
+    ]
     if slow:
         return {"answer": f"{', '.join(slow[:3])}: far slower than the others", "level": "bad"}
     shares = _shares(feed, _recent_lines)
@@ -207,7 +208,7 @@ def _died(feed: RunFeed) -> Values:
 # ---- workers and servers -------------------------------------------------------------------------------
 
 
-def workers(feed: RunFeed) -> Values:
+def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
     started = {
         f"worker-{each['rank']}": each
         for each in runs.processes(
@@ -247,7 +248,9 @@ def workers(feed: RunFeed) -> Values:
                 else None,
                 "leases": had if isinstance(had, list) else None,
                 "is_straggler": False,
-                "lane": _lane(lines, end),
+                "lane": _lane([line for line in lines if line["at"] > end - LANES_S], end)
+                if with_lanes
+                else [],
             }
         )
     _mark_stragglers(found)
@@ -274,16 +277,10 @@ def _lane(lines: list[Values], end: float) -> list[list[float]]:
     """A lane's intervals: [begin, end, then the share of each group of GROUPS]."""
     found = []
     for line, begin in zip(lines, _begins(lines), strict=True):
-        if line["at"] > end - LANES_S:
-            length = max(line["at"] - begin, 1e-3)
-            shares = _fractions(_grouped([line]), length)
-            found.append(
-                [
-                    round(begin - end, 2),
-                    round(line["at"] - end, 2),
-                    *(shares.get(name, 0.0) for name in GROUPS),
-                ]
-            )
+        shares = _fractions(_grouped([line]), max(line["at"] - begin, 1e-3))
+        found.append(
+            [round(begin - end, 2), round(line["at"] - end, 2), *(shares.get(name, 0.0) for name in GROUPS)]
+        )
     return found
 
 
@@ -539,7 +536,7 @@ def compare(feeds: Iterable[RunFeed]) -> Values:
                 "progress": progress(feed),
                 "loss": feed.steps.curve("loss"),
                 "rate": feed.steps.rate(),
-                "final": overview_final(feed),
+                "final": _final(feed),
             }
         )
         settings.append(
@@ -558,7 +555,8 @@ def compare(feeds: Iterable[RunFeed]) -> Values:
     return {"runs": found, "differing": differing}
 
 
-def overview_final(feed: RunFeed) -> Values:
+def _final(feed: RunFeed) -> Values:
+    """Metrics of the end, or of the newest epoch."""
     final = feed.summary.get("metrics")
     if not isinstance(final, dict):
         final = feed.epochs[-1] if feed.epochs else {}
@@ -596,11 +594,10 @@ def _grouped(lines: list[Values]) -> dict[str, float]:
     found: dict[str, float] = {}
     for line in lines:
         spent = line.get("seconds")
-        for group, kinds in GROUPS.items():
-            if isinstance(spent, dict):
-                seconds = sum(spent[kind] for kind in kinds if _is_number(spent.get(kind)))
-                if seconds:
-                    found[group] = found.get(group, 0.0) + seconds
+        for kind, seconds in spent.items() if isinstance(spent, dict) else ():
+            group = _GROUP_OF.get(kind)
+            if group is not None and _is_number(seconds):
+                found[group] = found.get(group, 0.0) + seconds
     return found
 
 
@@ -624,11 +621,11 @@ def _begins(lines: list[Values]) -> list[float]:
 
 
 def _length(lines: list[Values]) -> float:
-    return sum(line["at"] - begin for line, begin in zip(lines, _begins(lines), strict=True))
+    return float(sum(line["at"] - begin for line, begin in zip(lines, _begins(lines), strict=True)))
 
 
 def _total(lines: list[Values], key: str) -> float:
-    return sum(line[key] for line in lines if _is_number(line.get(key)))
+    return float(sum(line[key] for line in lines if _is_number(line.get(key))))
 
 
 def _busy(lines: list[Values]) -> float:
@@ -637,11 +634,8 @@ def _busy(lines: list[Values]) -> float:
 
 
 def _bytes(lines: list[Values], way: str) -> float:
-    return sum(
-        moved[way]
-        for line in lines
-        if isinstance(moved := line.get("bytes"), dict) and _is_number(moved.get(way))
-    )
+    moved = (line.get("bytes") for line in lines)
+    return float(sum(each[way] for each in moved if isinstance(each, dict) and _is_number(each.get(way))))
 
 
 def _counts(found: Any) -> dict[str, Any]:
@@ -665,7 +659,7 @@ def _count(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
