@@ -303,7 +303,7 @@ def _run(
 
 def _metrics(run: Path) -> dict[str, Any]:
     """Numbers of a finished run: its metrics, and what else its summary measures."""
-    from shoal.cli.runs import read_json
+    from shoal.observe.runs import read_json
 
     summary = read_json(run / "summary.json")
     measured: dict[str, Any] = {key: summary[key] for key in ("samples_per_s", "seconds") if key in summary}

@@ -223,13 +223,13 @@ def refuse_address(config: HostsConfig) -> None:
         if not address:
             continue
         try:
-            found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+            first = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
         except OSError as error:
             raise ConfigError(
                 f"{what} {address}: this machine knows no such address ({error.strerror}). Nothing was started; "
                 "`ip -brief address` lists what it has."
             ) from None
-        at = ipaddress.ip_address(str(found).partition("%")[0])
+        at = ipaddress.ip_address(str(first).partition("%")[0])
         if at.is_loopback and not config.on:
             raise ConfigError(
                 f"{what} {address} is {at}, which no other host can reach. Nothing was started; name an address of this machine "

@@ -432,6 +432,11 @@ class PushStep:
             total += square
         return float(np.sqrt(total))
 
+    def _copied(self, link: Link, array: NDArray[Any]) -> Buffer:
+        buffer = self._alloc(link, array.nbytes)
+        buffer.view[:] = raw_bytes(array)
+        return buffer
+
     def _alloc(self, link: Link, nbytes: int) -> Buffer:
         buffer = link.alloc(nbytes)
         self._held.append((link, buffer))
