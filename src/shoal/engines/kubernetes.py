@@ -30,18 +30,32 @@ class KubernetesJob:
     """A job as its manifests describe it."""
 
     name: str
+    """Of the JobSet; its other objects are named after it."""
+
     image: str
+    """With shoal, the script and what it imports."""
+
     script: str
     """Path in the image."""
 
     args: Sequence[str]
+    """What the script finds in sys.argv[1:]."""
+
     namespace: str
+    """Of all objects."""
+
     num_workers: int
+    """In all pods together."""
+
     num_hosts: int
+    """Pods that run workers; the head's is one more."""
+
     resources: Resources
     """Of a host."""
 
     key: str
+    """The join key, which goes into the Secret."""
+
     volume: str = ""
     """Claim for the run directory; empty: the head's own disk, and hosts copy checkpoints."""
 
