@@ -18,9 +18,9 @@ from shoal.runtime.transport.messages.client_server import TableSpec
 ROW_BYTES = 8 * 4
 
 
-def spec(number: int = 0, *, num_rows: int | None = None) -> TableSpec:
+def spec(number: int = 0, *, num_rows: int | None = None, dim: int = 4) -> TableSpec:
     return TableSpec(
-        number=number, name="t", dim=4, dtype="float32", rule="adagrad", settings={"lr": 0.5}, init="normal",
+        number=number, name="t", dim=dim, dtype="float32", rule="adagrad", settings={"lr": 0.5}, init="normal",
         scale=1.0, num_rows=num_rows,
     )  # fmt: skip
 
@@ -93,6 +93,18 @@ def test_a_table_that_comes_late_gets_its_share(tmp_path: Path) -> None:
     assert budget.used_bytes <= budget.limit_bytes
 
 
+def test_a_wide_table_gets_a_block_from_narrow_ones_that_are_smaller_than_it(tmp_path: Path) -> None:
+    """A table with fewer frames than rows of one call would look for a frame for ever."""
+    wide, narrow = spec(0, dim=64), spec(1, dim=1)
+    budget = RowBudget(768 << 10, str(tmp_path))
+    first, second = RowTable(wide, budget), RowTable(narrow, budget)
+    second.apply(np.arange(100_000), np.ones((100_000, 1), np.float32))
+    first.apply(np.arange(800), np.ones((800, 64), np.float32))
+    first.apply(np.arange(BLOCK) + 1000, np.ones((BLOCK, 64), np.float32))
+    assert rows_of(first).num_frames >= BLOCK
+    assert budget.used_bytes <= budget.limit_bytes
+
+
 def test_a_limit_below_what_is_worked_on_at_once_is_refused_with_both_numbers(tmp_path: Path) -> None:
     budget = RowBudget(BLOCK * ROW_BYTES, str(tmp_path))
     RowTable(spec(0), budget)
@@ -110,7 +122,7 @@ def test_a_full_disk_is_told_before_anything_changes(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(TablesFull, match=r"No space left on device.*the newest checkpoint is whole"):
-        table.expect(10_000_000)
+        table.expect(np.arange(3 * BLOCK, 100 * BLOCK), 100)
     assert whole(table) == before
     keys = np.arange(0, 3 * BLOCK, 2)
     table.pull(keys, np.empty((len(keys), 4), np.float32))  # what there is can still be read

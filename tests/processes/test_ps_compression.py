@@ -31,7 +31,7 @@ def train(launch_script: Launch, tmp_path: Path) -> Callable[..., tuple[Launched
 
 
 def test_compressed_steps_are_the_same_bits_after_a_worker_and_a_server_died(
-    train: Callable[..., tuple[Launched, dict[str, torch.Tensor]]],
+    train: Callable[..., tuple[Launched, dict[str, torch.Tensor]]], tmp_path: Path
 ) -> None:
     plain, exact = train("plain", strategy="ps")
     undisturbed, small = train("small", strategy="ps", compress="int8")
@@ -42,6 +42,11 @@ def test_compressed_steps_are_the_same_bits_after_a_worker_and_a_server_died(
         assert torch.equal(again[name], tensor), name
     assert any(not torch.equal(small[name], exact[name]) for name in exact)
     assert small["model/head.bias"].dtype == torch.float32
+    # Whole, not as they were pulled, also after a forward that only looked.
+    head = small["model/head.weight"]
+    assert not torch.equal(head, head.bfloat16().float())
+    for name, tensor in pieces(tmp_path / "small" / "looked").items():
+        assert torch.equal(tensor, small[name]), name
     assert undisturbed.summary["metrics"]["loss"] == pytest.approx(plain.summary["metrics"]["loss"], rel=0.02)
     assert undisturbed.summary["exchange"]["compress"] == "int8"
     # A row of 8 with its key: pushed in 40 bytes or, with a scale, in 20; pulled in 40 or, as bf16, in 24.

@@ -106,7 +106,8 @@ def _merge(parts: Tensor, num_bytes: int, keys_at: int, rows_at: int, counts: Te
     for part, count in zip(parts.view(len(counts), num_bytes), counts.tolist(), strict=True):
         values = part[rows_at : rows_at + count * _row_bytes(like)].view(like.values.dtype)
         listed.append(
-            Rows(part[keys_at : keys_at + 8 * count].view(torch.int64), values.reshape(count, *shape))
+            # + 0.0: the compiled loop adds to zero, which has a -0.0 become 0.0.
+            Rows(part[keys_at : keys_at + 8 * count].view(torch.int64), values.reshape(count, *shape) + 0.0)
         )
     size = 1 + max(int(rows.keys[-1]) for rows in listed if len(rows.keys))
     total = no_rows(like.values).gradient(size)

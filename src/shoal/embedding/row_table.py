@@ -261,9 +261,6 @@ class RowsInMemory(GrowingArray):
     def places(self, rows: Array, *, is_written: bool, first_new: int | None = None) -> Array:
         return rows
 
-    def expect(self, num_new: int) -> None:
-        pass
-
     def read(self, rows: Array) -> Array:
         return self.array[rows]
 
@@ -345,9 +342,16 @@ class RowTable:
     def num_index_bytes(self) -> int:
         return self._index.num_bytes
 
-    def expect(self, num_new: int) -> None:
-        """Have room for rows that may come; TablesFull where the disk has none, and then nothing has changed."""
-        self._table.expect(num_new)
+    def expect(self, keys: Array, num_pushes: int) -> None:
+        """Have room for what so many pushes like this one may bring; TablesFull where the disk has none, and nothing changed."""
+        if not isinstance(self._table, TieredRows):
+            return
+        num_new = num_pushes * sum(
+            self._index.find(block, self._rows[: len(block)])
+            for block in (keys[first : first + self._block] for first in range(0, len(keys), self._block))
+        )
+        most = self.spec.num_rows
+        self._table.expect(num_new if most is None else min(num_new, most - self.num_rows))
 
     def pull(self, keys: Array, out: Array) -> None:
         """Write the values of `keys` to `out`, also of rows that are not there yet."""
@@ -423,6 +427,10 @@ class RowTable:
             self._table.reserve(first + num_missing)
             self._index.add(keys, rows, num_missing)
         if self._stamps is not None:
+            if self._clock == np.iinfo(np.uint32).max:
+                # Stamps start anew under another name, so the next save reads all rows.
+                self._stamps.array[:] = 0
+                self._clock, self.tracker = 0, secrets.token_hex(8)
             self._clock += 1
             self._stamps.reserve(self._index.num_rows)
             self._stamps.array[rows[rows >= 0]] = self._clock

@@ -66,7 +66,13 @@ class RowBudget:
     def take(self, rows: TieredRows, num_wanted: int) -> int:
         """Frames that a table may have in addition, at most so many."""
         while (free := self._free(rows)) < num_wanted:
-            largest = max(self._tables, key=lambda each: each.frame_bytes)
+            givers = self._tables
+            if rows.num_frames < BLOCK:
+                # It must come to a block, or not all rows of one call fit: from all that have more, not the largest alone.
+                givers = [each for each in self._tables if each is not rows and each.num_frames > BLOCK]
+            if not givers:
+                break
+            largest = max(givers, key=lambda each: each.frame_bytes)
             spare_bytes = largest.frame_bytes - BLOCK * largest.row_bytes
             if rows.num_frames >= BLOCK:
                 spare_bytes = min(spare_bytes, (largest.frame_bytes - rows.frame_bytes) // 2)
@@ -100,7 +106,6 @@ class TieredRows:
         self._width, self._dtype = width, np.dtype(dtype)
         self.row_bytes: int = width * self._dtype.itemsize
         self._budget = budget
-        budget.add(self)
         max_frames = budget.limit_bytes // self.row_bytes
         self._frames = GrowingArray((width,), dtype, max_frames)
         self._frame_of = GrowingArray((), np.int32, num_rows)  # 1 + frame, by row; 0: on disk
@@ -112,6 +117,7 @@ class TieredRows:
         self._file = RowFile(width, self._dtype, budget.directory)
         self._found = np.empty(BLOCK, np.int32)
         self.num_hits = self.num_misses = self.num_written = 0
+        budget.add(self)  # last: a table that could not be made counts for nothing
 
     @property
     def array(self) -> Array:
@@ -210,6 +216,7 @@ class TieredRows:
                 each.reserve(self.num_frames)
         if num_more < num_missing:
             self._file.reserve(self.num_rows)
+            assert self.num_frames >= BLOCK, "the eviction clock needs a frame for each row of a block"
 
 
 class RowFile:

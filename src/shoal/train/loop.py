@@ -323,7 +323,7 @@ class FitLoop:
 
     def _refuse_spoilt_weights(self, step: int) -> None:
         """The samples at hand are not to blame when an earlier step has spoilt the weights."""
-        named = self._trainer.model.named_parameters()
+        named = self._trainer.local_model.named_parameters()
         spoilt = next(
             (name for name, parameter in named if not (parameter.is_meta or parameter.isfinite().all())), None
         )

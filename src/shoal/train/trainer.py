@@ -463,10 +463,16 @@ class Trainer:
     @property
     def model(self) -> nn.Module:
         """The model that is trained, with the newest weights. Under fsdp, tp and pp a worker has parts of it."""
-        strategy = self.strategy  # builds it where model= is a function
-        if self._fit is not None and isinstance(strategy, HoldsCopy):
-            strategy.refresh_copy()
+        model = self.local_model
+        if self._fit is not None and isinstance(self.strategy, HoldsCopy):
+            self.strategy.refresh_copy()
             self.callbacks.weights_were_refreshed(self)
+        return model
+
+    @property
+    def local_model(self) -> nn.Module:
+        """The model as this worker holds it. Nothing is pulled, so pieces of it that were collected stay as they were."""
+        self.strategy  # builds it where model= is a function  # noqa: B018
         return self.train_job.model
 
     @property

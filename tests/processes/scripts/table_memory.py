@@ -41,3 +41,5 @@ trainer = shoal.Trainer(
 )
 trainer.fit(data.shuffle(seed=4).batch(200), epochs=1)
 trainer.save_checkpoint(str(OUT / "end"))
+trainer.evaluate(data.batch(400))
+trainer.save_checkpoint(str(OUT / "looked"))

@@ -68,6 +68,7 @@ class Ps:
         self._current: PushStep | None = None
         self._home_at = -1  # the clock as of which all of the model is in this process
         self._weights_at = -1  # the clock as of which this process's copy of the weights is
+        self._is_whole = True  # the copy is as the servers hold it; compressed pulls round it
         self._coming: Slice | None = None
         self._has_looked = False
         self._own: OwnGradients | None = None  # in a loop of the script's own
@@ -233,7 +234,7 @@ class Ps:
             assert self._model is not None
             self._session.group.finish(ahead)
             self._model.dense.take(ahead)
-            self._weights_at = self._session.updates
+            self._weights_at, self._is_whole = self._session.updates, not self._session.group.compression.pull
         return verdict
 
     @property
@@ -422,18 +423,19 @@ class Ps:
             self._pull_weights()
 
     def refresh_copy(self) -> None:
+        if self._current is not None:
+            return  # within a step: the copy is what it runs on, and its rows are yet to be pushed
         if self._rows:
             self._pull_weights()
         else:
-            self._refresh()
+            self._refresh(is_whole=True)
 
     def _pull_weights(self) -> None:
         assert self._model is not None
         if self._home_at != self._session.updates:
             self._model.pull_weights(self._session.updates)
-            self._home_at = self._session.updates
-            # Training goes on with what it would have without this look at all of it.
-            self._weights_at = -1 if self._session.group.compression.pull else self._home_at
+            self._home_at = self._weights_at = self._session.updates
+            self._is_whole = True
 
     # ---- what a replacement is given ------------------------------------------------------------
 
@@ -465,14 +467,22 @@ class Ps:
 
     # ---- small things ---------------------------------------------------------------------------
 
-    def _refresh(self) -> None:
-        if self._model is not None and self._weights_at != self._session.updates:
-            self._model.dense.refresh(self._session.group, self._session.updates)
-            self._weights_at = self._session.updates
+    def _refresh(self, *, is_whole: bool = False) -> None:
+        """Have the newest weights, as training has them: rounded where pulls are compressed. `is_whole`: as the servers hold them.
+
+        Training pulls its own again after somebody looked at whole ones, so a look changes nothing of what is trained.
+        """
+        is_whole = is_whole or not self._session.group.compression.pull
+        has_them = self._weights_at == self._session.updates and self._is_whole == is_whole
+        if self._model is not None and not has_them:
+            self._model.dense.refresh(self._session.group, self._session.updates, is_whole=is_whole)
+            self._weights_at, self._is_whole = self._session.updates, is_whole
+            if not is_whole:
+                self._home_at = -1
 
     def _have_newest(self) -> int:
         """Have the weights there are, for a forward that trains nothing; the clock as of which rows may be read."""
-        self._refresh()
+        self._refresh(is_whole=True)
         return self._session.updates
 
     def _equalize(self) -> None:

@@ -124,7 +124,10 @@ class PsHybrid(Ddp):
 
     def refresh_copy(self) -> None:
         if self._rows is not None:
+            before = [(each, each.clock, each.is_training) for each in self._modules]
             self._rows.pull_weights(0)
+            for each, clock, is_training in before:  # a loss may look between forward and backward
+                each.clock, each.is_training = clock, is_training
 
     def pull_weights(self) -> None:
         if self._rows is not None:

@@ -151,8 +151,10 @@ class PsRelaxed(Ps):
             self._weights_at = self._clock
         super().about_to_run()
 
-    def _refresh(self) -> None:
-        if self._model is not None and self._weights_at != self._clock:
+    def _refresh(self, *, is_whole: bool = False) -> None:
+        if is_whole:
+            self._have_newest()
+        elif self._model is not None and self._weights_at != self._clock:
             self._model.dense.refresh(self._session.group, self._clock)
             self._weights_at = self._clock
 
@@ -161,7 +163,7 @@ class PsRelaxed(Ps):
         # At clock 0 nobody is waited for: others may have come less far, and be waiting for us by now.
         if self._model is not None and self._weights_at != NEWEST:
             self._drop_ahead()
-            self._model.dense.refresh(self._session.group, 0)
+            self._model.dense.refresh(self._session.group, 0, is_whole=True)
             self._weights_at = NEWEST
         return 0
 

@@ -151,7 +151,8 @@ class DenseParameters:
                 if gradient.layout is torch.sparse_coo:
                     gradient = gradient.to_dense()
                 here.copy_(gradient.reshape(-1)[offset : offset + numel])
-        self._step.push_dense(chunk.spec.number, unused, chunk.spec.dtype if self._has_codecs else "")
+        has_codec = chunk.dtype in (torch.float32, torch.float64)
+        self._step.push_dense(chunk.spec.number, unused, chunk.spec.dtype if has_codec else "")
 
     # ---- pulling --------------------------------------------------------------------------------
 

@@ -85,13 +85,14 @@ def save_tables(group: Group, tables: Sequence[msg.TableSpec], path: Path) -> Sa
     try:
         path.mkdir(parents=True, exist_ok=True)
         _remove_others(path, before)
-        writer = _Writer(path, generation)
         group.tell(lambda view: msg.Hold(view, True))
         try:
-            saved = {
-                table.name: _save_table(group, table, known.get(table.name) if is_more else None, writer)
-                for table in tables
-            }
+            writer = _Writer(path, generation)
+            saved = _save_all(group, tables, known if is_more else {}, writer)
+            if is_more and not _same_stamps(saved, known):
+                # Stamped by other servers: what was saved there may be of another run, with rows that are not here.
+                is_more, writer = False, _Writer(path, generation)
+                saved = _save_all(group, tables, {}, writer)
         finally:
             group.tell(lambda view: msg.Hold(view, False))
         writer.end()
@@ -106,6 +107,21 @@ def save_tables(group: Group, tables: Sequence[msg.TableSpec], path: Path) -> Sa
             path=str(path), reason=error.strerror or str(error), previous=previous
         ) from None
     return SaveResult(writer.num_rows, sum(file.num_bytes for file in writer.files), is_more)
+
+
+def _save_all(
+    group: Group, tables: Sequence[msg.TableSpec], known: dict[str, SavedTable], writer: _Writer
+) -> dict[str, SavedTable]:
+    return {table.name: _save_table(group, table, known.get(table.name), writer) for table in tables}
+
+
+def _same_stamps(saved: dict[str, SavedTable], known: dict[str, SavedTable]) -> bool:
+    """Whether every slot was read on by the stamps of the save before."""
+    return all(
+        now == before
+        for name, table in saved.items()
+        for (now, _), (before, _) in zip(table.read_to, known[name].read_to, strict=True)
+    )
 
 
 def _save_table(group: Group, table: msg.TableSpec, before: SavedTable | None, writer: _Writer) -> SavedTable:

@@ -266,7 +266,7 @@ class Contents:
     def values(self, table: ServerTable, frame: Frame, num_rows: int, codec: str = "") -> Values:
         """One row of values per key, as they lie in a frame; decoded, where they have a codec."""
         if codec:
-            return _decoded(codec, frame, np.empty((num_rows, table.spec.dim), table.dtype))
+            return _decoded(codec, frame, (num_rows, table.spec.dim), table.dtype)
         values = as_array(frame, table.spec.dtype, "values")
         if len(values) != num_rows * table.spec.dim:
             raise Refusal(
@@ -278,8 +278,8 @@ class Contents:
     def gradient(self, chunk: ChunkSpec, frame: Frame, codec: str = "") -> Tensor:
         """The elements of a chunk, as they lie in a frame; decoded, where they have a codec."""
         if codec:
-            out = np.empty((1, sum(map(num_elements, chunk.parts))), _encodable(chunk))
-            return torch.from_numpy(_decoded(codec, frame, out).reshape(-1))
+            shape = (1, sum(map(num_elements, chunk.parts)))
+            return torch.from_numpy(_decoded(codec, frame, shape, _encodable(chunk)).reshape(-1))
         expected = chunk_bytes(chunk)
         if memoryview(frame).nbytes != expected:
             raise Refusal(
@@ -377,14 +377,13 @@ def codec_of(name: str) -> Codec | None:
         raise Refusal(str(error)) from None
 
 
-def _decoded(name: str, frame: Frame, out: Array) -> Array:
+def _decoded(name: str, frame: Frame, shape: tuple[int, int], dtype: npt.DTypeLike) -> Array:
     codec = codec_of(name)
     assert codec is not None
-    expected, found = codec.num_bytes(*out.shape), memoryview(frame).nbytes
-    if found != expected:
-        raise Refusal(
-            f"{out.shape[0]} rows of {out.shape[1]} numbers are {expected} bytes in {name}, got {found}"
-        )
+    expected, found = codec.num_bytes(*shape), memoryview(frame).nbytes
+    if found != expected:  # before anything is allocated for them
+        raise Refusal(f"{shape[0]} rows of {shape[1]} numbers are {expected} bytes in {name}, got {found}")
+    out = np.empty(shape, dtype)
     # A copy: the client can write to the frame at any time.
     codec.decode(bytearray(memoryview(frame).cast("B")), out)
     return out

@@ -513,9 +513,8 @@ class ServerCore:
         contents = self.state.contents
         table = contents.table(message.table)
         keys = contents.keys(table, request.frames[0], self.mine)
-        table.expect(
-            max(1, self.state.num_workers) * len(keys)
-        )  # a full disk is told before anything is staged
+        # A full disk is told before anything is staged: other workers' pushes of this step may bring as many new rows.
+        table.expect(keys, max(1, self.state.num_workers))
         self.staging.rows(
             request.peer, message, keys, contents.values(table, request.frames[1], len(keys), message.codec)
         )

@@ -359,7 +359,7 @@ def _to_save(trainer: Trainer) -> dict[str, Any]:
         },
         "histories": [history.epochs for history in progress.histories],
         "skipped_steps": progress.num_skipped_steps,
-        "optimizer": optimizer_settings(trainer.model, optimizer),
+        "optimizer": optimizer_settings(trainer.local_model, optimizer),
         "scheduler": scheduler_state(trainer.scheduler) if trainer.scheduler is not None else None,
         "callbacks": trainer.callbacks.state(),
         "data": progress.data_description,
@@ -380,9 +380,10 @@ def _metric_pieces(trainer: Trainer) -> Iterator[Piece]:
 
 def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
     shapes = {
-        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in plain_tensors(trainer.model).items()
+        name: (tuple(tensor.shape), tensor.dtype)
+        for name, tensor in plain_tensors(trainer.local_model).items()
     }
-    check_fits({**shapes, **expected_shapes(trainer.model)}, checkpoint.pieces, checkpoint.path)
+    check_fits({**shapes, **expected_shapes(trainer.local_model)}, checkpoint.pieces, checkpoint.path)
     settings = checkpoint.progress.get("optimizer") if with_optimizer else None
     try:
         pieces = with_rank_local_state(trainer, checkpoint)

@@ -188,7 +188,7 @@ class PushRows(Message, frozen=True, tag="ps-push-rows"):
     stream: Count
     seq: Count
     table: Count
-    codec: str = ""  # of the values: see shoal.ps.codecs
+    codec: Text = ""  # of the values: see shoal.ps.codecs
 
 
 class PushDense(Message, frozen=True, tag="ps-push-dense"):
@@ -199,7 +199,7 @@ class PushDense(Message, frozen=True, tag="ps-push-dense"):
     seq: Count
     chunk: Count
     unused: list[Count] = msgspec.field(default_factory=list)
-    codec: str = ""
+    codec: Text = ""
 
 
 class StepEnd(Message, frozen=True, tag="ps-step-end"):
@@ -298,7 +298,7 @@ class PullRows(Message, frozen=True, tag="ps-pull-rows"):
     view: Count
     clock: Count
     table: Count
-    codec: str = ""  # of the answer
+    codec: Text = ""  # of the answer
 
 
 class PullDense(Message, frozen=True, tag="ps-pull-dense"):
@@ -307,7 +307,7 @@ class PullDense(Message, frozen=True, tag="ps-pull-dense"):
     view: Count
     clock: Count
     chunks: list[Count]
-    codec: str = ""
+    codec: Text = ""
 
 
 class Pulled(Message, frozen=True, tag="ps-pulled"):
