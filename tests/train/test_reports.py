@@ -73,3 +73,10 @@ def test_a_replacement_writes_its_step_behind_a_torn_line(tmp_path: Path, last: 
     log.make_up_for({"step": 2, "loss": 0.5})
     log.close()
     assert path.read_text().splitlines() == [last, '{"step": 2, "loss": 0.5}']
+
+
+def test_a_full_disk_keeps_the_lines_there_were(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert written(path, 1, 2) == [1, 2]
+    path.with_suffix(".tmp").symlink_to("/dev/full")
+    assert written(path, 2, from_step=1) == [1, 2, 2]

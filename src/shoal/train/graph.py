@@ -87,7 +87,8 @@ class GraphRecorder:
     def close(self) -> None:
         self._stop()
         # Modes are popped by position: one that the model's code has entered since is not ours to pop.
-        if self._provenance is not None and _get_current_function_mode() is self._provenance:
+        innermost = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        if self._provenance is not None and innermost is self._provenance:
             self._provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._provenance = None
         for handle in self._handles:

@@ -230,6 +230,10 @@ def _drop_after(path: Path, step: int) -> dict[int, int]:
         except (ValueError, KeyError, TypeError):
             continue  # a line torn by a kill
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:  # a full disk, in a replacement: then the lines are there twice
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return dropped
