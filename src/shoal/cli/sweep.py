@@ -208,7 +208,8 @@ def sweep(
             values = _next(suggested, trial.objective) if not signals.exit_code else None
     if signals.exit_code:
         typer.echo(f"stopped after {len(done)} runs", err=True)
-    _show(done, best, dimensions, metric)
+    if done:
+        _show(done, best, dimensions, metric)
     if signals.exit_code:
         raise typer.Exit(signals.exit_code)
     if best is None:
