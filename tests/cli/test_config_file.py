@@ -82,6 +82,8 @@ def test_hosts_in_a_list_and_resources_in_a_table(
         ("wokers = 4\n", "'wokers', which is no option.* Did you mean 'workers'"),
         ('workers = "four"\n', "workers = 'four'"),
         ("workers = 0\n", "workers = 0"),
+        ("workers = true\n", "workers = true, and --workers takes a value"),
+        ("strategy = false\n", "--strategy takes a value"),
         ("workers = 4\nworkers = 3\n", "is no TOML"),
         ("step-timeout = 3\nstep_timeout = 4\n", "twice"),
         ("args = 3\n", "a list of words"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 from invoking import Command, Shoal
 
-from shoal.cli.sweep import Dimension, grid, parse_dimension
+from shoal.cli.sweep import Dimension, _as_options, _Signals, grid, parse_dimension
 from shoal.errors import ConfigError
 
 SCRIPT = """
@@ -27,6 +30,8 @@ trainer.fit(shoal.Dataset.from_arrays((x, x.sum(1, keepdim=True))).batch(16), ep
 
 def test_lists_and_ranges() -> None:
     assert parse_dimension("lr=0.1,0.01", is_option=False).choices == ("0.1", "0.01")
+    assert parse_dimension("data=../a,../b", is_option=False).choices == ("../a", "../b")
+    assert parse_dimension("data=a..b", is_option=False).choices == ("a..b",)
     assert parse_dimension("hidden=32..256", is_option=False) == Dimension(
         name="hidden", is_option=False, low=32, high=256, is_integer=True
     )
@@ -40,7 +45,9 @@ def test_lists_and_ranges() -> None:
     )
 
 
-@pytest.mark.parametrize("said", ["lr", "lr=", "=3", "lr=3..1", "lr=a..b", "lr=log:0..1", "lr=1..inf"])
+@pytest.mark.parametrize(
+    "said", ["lr", "lr=", "=3", "lr=3..1", "lr=log:a..b", "lr=log:1,2", "lr=log:0..1", "lr=1..inf"]
+)
 def test_what_names_no_values_is_refused(said: str) -> None:
     with pytest.raises(ConfigError, match="Nothing was"):
         parse_dimension(said, is_option=False)
@@ -62,15 +69,45 @@ def test_every_combination_is_tried_once() -> None:
         (["--arg", "lr=1", "--arg", "lr=2", "--minimize", "x"], "lr is varied twice"),
         (["--option", "wrkers=1,2", "--minimize", "x"], "Did you mean 'workers'"),
         (["--arg", "lr=1..2", "--minimize", "x"], "add --trials"),
+        (["--arg", "lr=1,2", "--minimize", "x", "--seed", "3"], "--seed is of the sampler"),
+        (["--option", "name=a,b", "--minimize", "x"], "name cannot be varied"),
+        (["--option", "config=a,b", "--minimize", "x"], "config cannot be varied"),
+        (["--option", "script=a,b", "--minimize", "x"], "script is no option"),
+        (["--option", "offload=1,2", "--minimize", "x"], "is a flag"),
+        (["--arg", "lr=" + "1," * 1001, "--minimize", "x"], "combinations"),
+        (["--arg", "lr=1,2", "--minimize", "x", "--", "--config", "run.toml"], "names no script"),
+        (["--arg", "lr=1,2", "--minimize", "x", "--", "--name", "a", "train.py"], "--name stands behind --"),
+        (
+            ["--option", "workers=1,2", "--minimize", "x", "--", "-n", "3", "train.py"],
+            "--workers is varied and",
+        ),
     ],
 )
 def test_wrong_words_are_refused_and_nothing_starts(
     shoal: Shoal, tmp_path: Path, words: list[str], said: str
 ) -> None:
-    result = shoal("sweep", *words, "--", "train.py")
+    result = shoal("sweep", *words, *([] if "--" in words else ["--", "train.py"]))
     assert result.exit_code != 0
     assert said in " ".join(str(result.output).split())
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_flag_is_given_or_not() -> None:
+    (flag,) = _as_options([parse_dimension("offload=true,false", is_option=True)], ["train.py"])
+    assert [flag.words(value) for value in flag.choices] == [["--offload"], []]
+    (valued,) = _as_options([parse_dimension("workers=1,2", is_option=True)], ["--config", "run.toml"])
+    assert valued.words("2") == ["--workers", "2"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_under_way(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "isatty", lambda fd: False)
+    waiting = f"import os, signal; os.kill(os.getppid(), {number:d}); signal.pause()"
+    with _Signals() as signals:
+        assert signals.run([sys.executable, "-c", waiting]) == -signal.SIGTERM
+    assert signals.exit_code == code
 
 
 @pytest.mark.slow

@@ -188,3 +188,23 @@ def test_a_dropped_line_is_counted_and_its_interval_is_told_with_the_next() -> N
     last = lines[-1]
     assert (last["step"], last["samples"], last["dropped"], last["end"]) == (2, 32, 2, True)
     assert (last["process"], last["incarnation"]) == ("worker-0", 2)
+
+
+def test_facts_that_cannot_be_told_cost_their_second_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "EVERY_S", 0.001)
+    told, lines = threading.Event(), []
+
+    def send(line: str) -> bool:
+        lines.append(json.loads(line))
+        told.set()
+        return True
+
+    facts: Any = iter([{"odd": {1}}, {"odd": object()}])
+    recorded = Recorder()
+    recorded.facts = lambda: next(facts, {"even": 1})
+    sampler = Sampler(recorded, process="worker-0", incarnation=0, trace=None, send=send)
+    assert told.wait(10)
+    sampler._is_over.set()
+    sampler._thread.join(10)
+    assert lines[0]["even"] == 1
+    assert lines[-1]["end"]

@@ -6,9 +6,12 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.observe import drawing
 from shoal.parallel.protocol import LayerPlace
@@ -144,3 +147,76 @@ def test_a_model_of_hundreds_of_layers_is_drawn_in_blocks() -> None:
     edges = [{"from": a, "to": b, "bytes": 4} for a, b in itertools.pairwise(names)]
     picture = drawing.svg({"layers": [{"name": name, "kind": "Linear"} for name in names], "edges": edges})
     assert picture.count("block of 3 layers") == 2 * 40  # as text and as its title
+
+
+def test_a_hook_that_fails_leaves_the_contexts_of_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entered(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Entering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            with Entered() as entered:
+                found = self.inner(inputs)
+                assert torch.overrides._get_current_function_mode() is entered
+            return found + 1
+
+    model = Entering()
+    recorder = GraphRecorder(model)
+    monkeypatch.setattr(recorder, "_add_layer", None)
+    model(torch.rand(2, 3))
+    assert recorder.is_done
+    assert torch.overrides._get_current_function_mode() is None
+    assert not nn.modules.module._global_forward_hooks
+
+
+def test_a_model_of_one_module_is_recorded_to_its_end() -> None:
+    model = nn.Linear(3, 1)
+    recorder = GraphRecorder(model)
+    model(torch.rand(2, 3))
+    assert recorder.is_done
+    assert list(recorder.layers) == ["linear"]
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_thousands_of_joins_are_counted_and_those_that_lead_nowhere_dropped() -> None:
+    class Unrolled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            state, unused = self.first(inputs), inputs
+            for _ in range(1500):
+                state = state + inputs
+                unused = unused * state
+            return state
+
+    model = Unrolled()
+    recorder = GraphRecorder(model)
+    model(torch.rand(2, 3))
+    assert len(recorder.layers) == 1 + 1500
+    assert "add 1500" in recorder.layers
+    assert "mul" not in recorder.layers
+
+
+def test_what_cannot_be_recorded_or_described_ends_no_training(tmp_path: Path) -> None:
+    class Untold:
+        def places(self) -> Iterator[LayerPlace]:
+            raise RuntimeError("no places")
+
+    model = nn.Sequential(nn.Linear(3, 4))
+    report = GraphReport(model, tmp_path)
+    model(torch.rand(2, 3))
+    report.write(Untold(), num_local=2, num_workers=3)  # type: ignore[arg-type]
+    model[0]._compiled_call_impl = model[0]._call_impl  # as after .compile(), without importing Dynamo
+    for strange in (model, None):
+        report = GraphReport(strange, tmp_path)  # type: ignore[arg-type]
+        assert not nn.modules.module._global_forward_hooks
+        report.write(Untold(), num_local=2, num_workers=3)  # type: ignore[arg-type]
+        report.close()
+    assert not list(tmp_path.iterdir())

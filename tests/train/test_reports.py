@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shoal.train import reports
 from shoal.train.reports import MetricsLog
 
@@ -51,3 +53,30 @@ def test_every_line_is_json_whatever_the_loss(tmp_path: Path) -> None:
     log.write({"step": 1, "loss": math.nan, "mine": math.inf, "samples": 8})
     log.close()
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "mine": None, "samples": 8}]
+
+
+def test_a_full_disk_costs_lines_and_no_step(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", from_step=0)
+    log._file.close()
+    log._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115
+    log.write({"step": 1, "loss": 0.5})
+    log.close()
+    assert log._file.closed
+
+
+@pytest.mark.parametrize("last", ['{"step": 2, "lo', "[1]", '{"no": "step"}'])
+def test_a_replacement_writes_its_step_behind_a_torn_line(tmp_path: Path, last: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, from_step=0)
+    path.write_text(last + "\n")
+    log.make_up_for({"step": 2, "loss": 0.5})
+    log.make_up_for({"step": 2, "loss": 0.5})
+    log.close()
+    assert path.read_text().splitlines() == [last, '{"step": 2, "loss": 0.5}']
+
+
+def test_a_full_disk_keeps_the_lines_there_were(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert written(path, 1, 2) == [1, 2]
+    path.with_suffix(".tmp").symlink_to("/dev/full")
+    assert written(path, 2, from_step=1) == [1, 2, 2]

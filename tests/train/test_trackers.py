@@ -18,6 +18,7 @@ import shoal
 from shoal.callbacks import MLflow, OpenTelemetry, WandB
 from shoal.config import job
 from shoal.errors import ConfigError
+from shoal.train.callbacks import trackers
 from shoal.train.callbacks.trackers import Tracker
 
 NUM_STEPS = 10
@@ -88,16 +89,40 @@ def test_a_tracker_that_cannot_begin_is_refused_before_the_first_step(problem: E
 
 
 def test_a_resumed_run_goes_on_with_its_run_at_the_tracker(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir.mkdir()
     launched = dataclasses.replace(job.current(), launched=True)
     monkeypatch.setattr(job, "_current", launched)
+    trainer = shoal.Trainer(nn.Linear(3, 1), loss=nn.MSELoss())
     for known in ("", "run-1"):
         tracker = Remembering()
-        trainer = shoal.Trainer(nn.Linear(3, 1), loss=nn.MSELoss())
         tracker.on_fit_begin(trainer)
         assert tracker.opened == [known]
+    # And where the tracker is away by then, it goes on without.
+    Remembering(problem=ConnectionError("nobody there")).on_fit_begin(trainer)
+    assert "left out from here on: ConnectionError" in capfd.readouterr().err
+    (run_dir / "remembering.run").write_bytes(b"\xff")
+    trainer.job = dataclasses.replace(launched, incarnation=1)
+    Remembering(problem=ImportError("not on this host")).on_fit_begin(trainer)
+    assert "left out from here on: ImportError" in capfd.readouterr().err
+
+
+def test_a_second_fit_goes_on_with_the_same_run() -> None:
+    tracker = Remembering()
+    fit(tracker).fit(shoal.Dataset.from_arrays((torch.ones(8, 3), torch.ones(8, 1))).batch(8))
+    assert tracker.opened == ["", "run-1"]
+
+
+def test_a_tracker_that_never_ends_holds_no_job(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.05)
+    tracker, released = Remembering(), threading.Event()
+    monkeypatch.setattr(tracker, "_close", released.wait)
+    assert fit(tracker).step == NUM_STEPS
+    released.set()
+    assert "left out from here on: TimeoutError" in capfd.readouterr().err
 
 
 def test_every_steps_must_be_a_number() -> None:

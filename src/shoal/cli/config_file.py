@@ -86,6 +86,11 @@ def _options(ctx: typer.Context, file: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{file} has '{key}' twice, with - and with _. Nothing was started; keep one of them."
             )
+        if isinstance(value, bool) and name != "args" and not getattr(params[name], "is_flag", False):
+            raise ConfigError(
+                f"{file} has {key} = {str(value).lower()}, and --{name.replace('_', '-')} takes a value. Nothing was started; "
+                "write the value, or leave the line out for the default."
+            )
         found[name] = _value(file, key, value, is_args=name == "args")
         try:
             if name != "args":

@@ -10,10 +10,12 @@ import itertools
 import json
 import math
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +37,13 @@ MAX_GRID = 1000
 """Combinations of lists. Beyond it somebody meant --trials."""
 
 
+RESERVED = ("name", "run-dir", "again", "overwrite")
+"""Options of `shoal run` that a sweep gives itself: it has to find what its runs wrote."""
+
+_NUMBER = r"([+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|nan))"
+_RANGE = re.compile(rf"(log:)?{_NUMBER}\.\.{_NUMBER}", re.IGNORECASE)
+
+
 Suggestions = Generator[dict[str, str], float | None, None]
 """Values of one run after the other; what came of each is sent back."""
 
@@ -54,8 +63,12 @@ class Dimension:
     high: float = 0.0
     is_integer: bool = False
     is_log: bool = False
+    is_flag: bool = False
+    """An option without a value: given where it is "true"."""
 
     def words(self, value: str) -> list[str]:
+        if self.is_flag:
+            return [f"--{self.name}"] if value == "true" else []
         return [f"--{self.name}", value] if value != "" else [f"--{self.name}"]
 
 
@@ -80,20 +93,18 @@ def parse_dimension(said: str, *, is_option: bool) -> Dimension:
         raise ConfigError(
             f"{flag} {said} names no values. Nothing was started; write {flag} lr=0.1,0.01 or {flag} lr=log:1e-4..1e-1."
         )
-    if ".." not in values:
+    found = _RANGE.fullmatch(values)
+    if found is None and not values.lower().startswith("log:"):  # ../data is a value, too
         return Dimension(name=name, is_option=is_option, choices=tuple(values.split(",")))
-    is_log, values = values.startswith("log:"), values.removeprefix("log:")
-    low, _, high = values.partition("..")
-    try:
-        bounds = float(low), float(high)
-    except ValueError:
-        bounds = math.nan, math.nan
+    is_log = values.lower().startswith("log:")
+    low, high = (found[2], found[3]) if found is not None else ("nan", "nan")
+    bounds = float(low), float(high)
     if not bounds[0] < bounds[1] or not all(map(math.isfinite, bounds)) or (is_log and bounds[0] <= 0):
         raise ConfigError(
             f"{flag} {said} is no range: it has two numbers, the smaller first{', both above 0' if is_log else ''}. Nothing was "
             "started; write 32..256 or log:1e-4..1e-1."
         )
-    is_integer = all(part.strip().lstrip("+-").isdecimal() for part in (low, high))
+    is_integer = all(part.lstrip("+-").isdecimal() for part in (low, high))
     return Dimension(
         name=name, is_option=is_option, low=bounds[0], high=bounds[1], is_integer=is_integer, is_log=is_log
     )
@@ -159,46 +170,105 @@ def sweep(
     ] = None,
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the sweep.")] = "sweep",
     run_dir: RunDir = Path("runs"),
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of Optuna's sampler.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", help="Of Optuna's sampler, with --trials.", show_default="0"),
+    ] = None,
 ) -> None:
     """Run a script with several values of options and arguments, one run after the other, and compare a metric."""
     dimensions = [parse_dimension(each, is_option=True) for each in option or ()]
     dimensions += [parse_dimension(each, is_option=False) for each in arg or ()]
-    _check(dimensions, minimize, maximize, trials)
+    _check(dimensions, minimize, maximize, trials, seed)
+    dimensions = _as_options(dimensions, words)
     folder = run_dir / name
     if folder.exists():
         raise ConfigError(f"{folder} exists. Nothing was started; give the sweep another --name.")
-    folder.mkdir(parents=True)
     is_better: Callable[[float, float], bool] = (
         (lambda new, old: new < old) if minimize else (lambda new, old: new > old)
     )
     metric = minimize or maximize or ""
     done: list[Trial] = []
     best: Trial | None = None
-    suggested = _sampled(dimensions, trials, bool(minimize), seed) if trials else _listed(grid(dimensions))
-    answer: float | None = None
-    try:
-        while True:
-            values = suggested.send(answer) if done else next(suggested)
-            trial = _run(folder, len(done), dimensions, values, words, metric)
+    suggested = (
+        _sampled(dimensions, trials, bool(minimize), seed or 0) if trials else _listed(grid(dimensions))
+    )
+    values: dict[str, str] | None = next(suggested)  # what is refused there leaves no folder
+    folder.mkdir(parents=True)
+    with _Signals() as signals:
+        while values is not None:
+            trial = _run(folder, len(done), dimensions, values, words, metric, signals)
+            if signals.exit_code and trial.exit:
+                break  # it was ended, and says nothing
             done.append(trial)
-            answer = trial.objective
-            if answer is not None and (best is None or is_better(answer, best.objective or 0.0)):
+            if trial.objective is not None and (
+                best is None or is_better(trial.objective, best.objective or 0.0)
+            ):
                 best = trial
             _write(folder / "sweep.json", metric, done, best)
-    except StopIteration:
-        pass
-    except KeyboardInterrupt:
+            values = _next(suggested, trial.objective) if not signals.exit_code else None
+    if signals.exit_code:
         typer.echo(f"stopped after {len(done)} runs", err=True)
-    _show(done, best, dimensions, metric)
+    if done:
+        _show(done, best, dimensions, metric)
+    if signals.exit_code:
+        raise typer.Exit(signals.exit_code)
     if best is None:
         raise ConfigError(
             f"none of {len(done)} runs gave '{metric}'.{_metrics_there(folder, done)} Their output is in {folder}/trial-*/logs."
         )
 
 
+class _Signals:
+    """Ctrl-C and SIGTERM, which end the run under way and then the sweep."""
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        """Not 0: the sweep was asked to end."""
+
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> _Signals:
+        self._before = {
+            number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self, words: list[str]) -> int:
+        """Exit code of a command, which is ended as it should be where a signal comes."""
+        self._process = subprocess.Popen(words)
+        if self.exit_code:
+            self._process.terminate()
+        code = self._process.wait()
+        self._process = None
+        if code in (-signal.SIGINT, 128 + signal.SIGINT):  # it had the Ctrl-C
+            self.exit_code = self.exit_code or 128 + signal.SIGINT
+        return code
+
+    def _take(self, number: int, _: object) -> None:
+        # The first Ctrl-C of a terminal reaches the run, too, which finishes its step and saves.
+        has_it = number == signal.SIGINT and not self.exit_code and os.isatty(0)
+        self.exit_code = 128 + number
+        if self._process is not None and not has_it:
+            self._process.terminate()
+
+
+def _next(suggested: Suggestions, answer: float | None) -> dict[str, str] | None:
+    try:
+        return suggested.send(answer)
+    except StopIteration:
+        return None
+
+
 def _check(
-    dimensions: list[Dimension], minimize: str | None, maximize: str | None, trials: int | None
+    dimensions: list[Dimension],
+    minimize: str | None,
+    maximize: str | None,
+    trials: int | None,
+    seed: int | None,
 ) -> None:
     if not dimensions:
         raise ConfigError(
@@ -211,23 +281,64 @@ def _check(
         raise ConfigError(
             "a sweep compares its runs by one metric. Nothing was started; give --minimize val_loss or --maximize val_accuracy."
         )
-    from shoal.cli import app
-
-    known = [
-        param.name.replace("_", "-")
-        for param in typer.main.get_command(app).commands["run"].params  # type: ignore[attr-defined]
-    ]
+    if seed is not None and trials is None:
+        raise ConfigError(
+            "--seed is of the sampler, and without --trials every combination is tried. Nothing was started; add --trials 20, or "
+            "leave --seed out (that of the runs is `-- --seed N train.py`)."
+        )
     for each in dimensions:
-        if each.is_option and each.name not in known:
-            raise ConfigError(
-                f"--option {each.name} is no option of `shoal run`.{did_you_mean(each.name, known)} Nothing was started; arguments "
-                "of the script are varied with --arg."
-            )
         if not each.choices and trials is None:
             raise ConfigError(
                 f"{each.name} is a range, of which a number of values has to be drawn. Nothing was started; add --trials 20, or list "
                 "the values."
             )
+
+
+def _as_options(dimensions: list[Dimension], words: list[str]) -> list[Dimension]:
+    """The dimensions, those that are flags of `shoal run` as such; refuses what `shoal run` would not take."""
+    from shoal.cli import app
+
+    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    params = {opt[2:]: param for param in command.params for opt in param.opts if opt.startswith("--")}
+    known = [name for name in params if name not in RESERVED and name != "config"]
+    found = []
+    for each in dimensions:
+        if not each.is_option:
+            found.append(each)
+            continue
+        if each.name in params and each.name not in known:
+            raise ConfigError(
+                f"--option {each.name} cannot be varied: a sweep names its runs and their folder itself, and has one file of options. "
+                "Nothing was started."
+            )
+        if each.name not in known:
+            raise ConfigError(
+                f"--option {each.name} is no option of `shoal run`.{did_you_mean(each.name, known)} Nothing was started; arguments "
+                "of the script are varied with --arg."
+            )
+        is_flag = bool(getattr(params[each.name], "is_flag", False))
+        if is_flag and not (each.choices and set(each.choices) <= {"true", "false"}):
+            raise ConfigError(
+                f"--option {each.name} is a flag, which is given or not. Nothing was started; write --option {each.name}=true,false."
+            )
+        found.append(replace(each, is_flag=is_flag))
+    context = typer.Context(command, info_name="shoal run", **command.context_settings)
+    given, _, _ = command.make_parser(context).parse_args(args=list(words))
+    if taken := [name for name in RESERVED if name.replace("-", "_") in given]:
+        raise ConfigError(
+            f"--{taken[0]} stands behind --, and a sweep names its runs and their folder itself. Nothing was started; give the sweep "
+            "its own --name and --run-dir, before --."
+        )
+    if both := [each.name for each in found if each.is_option and params[each.name].name in given]:
+        raise ConfigError(
+            f"--{both[0]} is varied and stands behind --, too, where it would hold for all runs. Nothing was started; keep one of them."
+        )
+    if given.get("script") is None and ("config" not in given or any(not each.is_option for each in found)):
+        raise ConfigError(
+            "what follows -- names no script, and the values of --arg stand behind it. Nothing was started; name the script after "
+            "the options, also where a file of --config has it: -- --config run.toml train.py."
+        )
+    return found
 
 
 def _listed(combinations: list[dict[str, str]]) -> Suggestions:
@@ -276,6 +387,7 @@ def _run(
     values: dict[str, str],
     words: list[str],
     metric: str,
+    signals: _Signals,
 ) -> Trial:
     """One `shoal run`, a process of its own, so that its death is not the sweep's."""
     options = [word for each in dimensions if each.is_option for word in each.words(values[each.name])]
@@ -283,17 +395,14 @@ def _run(
     run = folder / f"trial-{number}"
     shown = ", ".join(f"{name} {value}" for name, value in values.items())
     typer.echo(f"trial {number}: {shown}", err=True)
-    code = subprocess.run(
+    code = signals.run(
         [
             *(sys.executable, "-m", "shoal", "run", "--run-dir", str(folder), "--name", run.name),
             *options,
             *words,
             *args,
-        ],
-        check=False,
-    ).returncode
-    if code == -2 or code == 130:
-        raise KeyboardInterrupt
+        ]
+    )
     found = _metrics(run).get(metric) if code == 0 else None
     is_number = isinstance(found, int | float) and math.isfinite(found)
     return Trial(

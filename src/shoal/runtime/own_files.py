@@ -47,7 +47,8 @@ def read(
     path: str | Path, *, dir_fd: int | None = None, any_owner: bool = False, max_bytes: int = MAX_BYTES
 ) -> bytes:
     with open(open_file(path, os.O_RDONLY, dir_fd=dir_fd, any_owner=any_owner), "rb") as file:
-        content = file.read(max_bytes + 1)
+        # By its size: a buffer of `max_bytes` would be allocated for a file of a line.
+        content = file.read(min(max_bytes + 1, os.fstat(file.fileno()).st_size))
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
     return content

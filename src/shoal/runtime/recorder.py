@@ -202,8 +202,10 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._is_over.wait(EVERY_S):
-            self._tell()
-        self._tell(ends=True)
+            with contextlib.suppress(Exception):  # facts may change while they are read
+                self._tell()
+        with contextlib.suppress(Exception):
+            self._tell(ends=True)
         if self._trace is not None:
             self._trace.close()
 

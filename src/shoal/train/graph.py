@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -37,9 +38,12 @@ class _Provenance(TorchFunctionMode):
         super().__init__()
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._join = join
+        self.is_off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self.is_off:
+            return result
         with contextlib.suppress(Exception):  # whatever it is, training goes on
             results = _tensors(result)
             names = self.of((args, kwargs)) if results else []
@@ -67,6 +71,7 @@ class GraphRecorder:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._provenance: _Provenance | None = None
         self._calls: list[tuple[str, bool]] = []  # of modules under way: path, whether it called another
+        self._numbers: dict[str, int] = {}  # of joins, by what they are called
         self.layers: dict[str, dict[str, Any]] = {}
         self.sources: dict[str, dict[str, Any]] = {}
         self.edges: dict[tuple[str, str], dict[str, Any]] = {}
@@ -80,13 +85,20 @@ class GraphRecorder:
         ]
 
     def close(self) -> None:
-        self.is_done = True
-        if self._provenance is not None:
+        self._stop()
+        # Modes are popped by position: one that the model's code has entered since is not ours to pop.
+        innermost = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        if self._provenance is not None and innermost is self._provenance:
             self._provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._provenance = None
+        self._provenance = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def _stop(self) -> None:
+        self.is_done = True
+        if self._provenance is not None:
+            self._provenance.is_off = True
 
     def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
         """A model that is stranger than we think must train all the same."""
@@ -95,13 +107,13 @@ class GraphRecorder:
             try:
                 hook(*args)
             except Exception:
-                self.close()
+                self._stop()  # closed when the model's forward is over, outside of contexts it may have entered
 
         return run
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         path = self._paths.get(id(module))
-        if path is None or path == "" or self._provenance is None:
+        if path is None or path == "" or self._provenance is None or self.is_done:
             return
         self._calls[-1] = (self._calls[-1][0], True)
         self._calls.append((path, False))
@@ -142,13 +154,18 @@ class GraphRecorder:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         path, provenance = self._paths.get(id(module)), self._provenance
-        if path is None or provenance is None or self.is_done:
+        if path is None or provenance is None:
+            return
+        if path == "":
+            try:
+                if not self.is_done:
+                    self._end(args, output, is_layer=not self._calls.pop()[1] and not self.layers)
+            finally:
+                self.close()
+            return
+        if self.is_done:
             return
         _, called_another = self._calls.pop()
-        if path == "":
-            if called_another or not self.layers:
-                self._end(args, output, is_layer=not called_another)
-            return
         if called_another or len(self.layers) >= MAX_LAYERS:
             return
         self._add_layer(path, module, args, output)
@@ -158,16 +175,17 @@ class GraphRecorder:
         if is_layer:
             self._add_layer(type(self._model).__name__, self._model, args, output)
         self._forget_unused(self._provenance.of(output))
-        self.close()
 
     def _join(self, names: list[str], called: str, result: Tensor) -> str:
         """A node for what is computed from several: a sum, a concatenation, a product."""
-        number, inside = 1, self._calls[-1][0]
-        path = f"{inside}.{called}" if inside else called
-        while (name := path if number == 1 else f"{path} {number}") in self.layers:
-            number += 1
         if len(self.layers) >= MAX_LAYERS:
             return names[0]
+        inside = self._calls[-1][0]
+        path = f"{inside}.{called}" if inside else called
+        number = self._numbers.get(path, 0) + 1
+        while (name := path if number == 1 else f"{path} {number}") in self.layers:
+            number += 1
+        self._numbers[path] = number
         self._connect(names, name)
         self.layers[name] = {
             "name": name,
@@ -197,15 +215,17 @@ class GraphRecorder:
 
     def _forget_unused(self, results: list[str]) -> None:
         """Drop joins that lead nowhere: they were made inside a layer, which is drawn as one."""
-        while True:
-            used = {edge["from"] for edge in self.edges.values()} | set(results)
-            unused = {
-                name for name, layer in self.layers.items() if layer.get("is_join") and name not in used
-            }
-            if not unused:
-                break
-            self.layers = {name: layer for name, layer in self.layers.items() if name not in unused}
-            self.edges = {ends: edge for ends, edge in self.edges.items() if ends[1] not in unused}
+        before: dict[str, list[str]] = {}
+        for start, end in self.edges:
+            before.setdefault(end, []).append(start)
+        left = [*results, *(name for name, layer in self.layers.items() if not layer.get("is_join"))]
+        used = set(left)
+        while left:
+            new = [name for name in before.get(left.pop(), ()) if name not in used]
+            used.update(new)
+            left += new
+        self.layers = {name: layer for name, layer in self.layers.items() if name in used}
+        self.edges = {ends: edge for ends, edge in self.edges.items() if ends[1] in used}
         self.sources = {name: source for name, source in self.sources.items() if name in used}
 
     def _add_layer(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -242,29 +262,37 @@ class GraphRecorder:
 
 
 class GraphReport:
-    """`graph.json` of a run: begun before the strategy has the model, written after its first step."""
+    """`graph.json` of a run: begun before the strategy has the model, written after its first step.
+
+    A model or a strategy that is stranger than we think has no graph, and trains all the same.
+    """
 
     def __init__(self, model: nn.Module, run_dir: Path) -> None:
         self._path = run_dir / FILE_NAME
-        # The model is whole now; afterwards a rank may have a part of it.
-        self._parameters = {
-            name: [
-                (parameter.numel(), parameter.element_size())
-                for parameter in module.parameters(recurse=not any(True for _ in module.children()))
-            ]
-            for name, module in model.named_modules()
-        }
-        self._recorder: GraphRecorder | None = GraphRecorder(model)
+        self._recorder: GraphRecorder | None = None
+        with contextlib.suppress(Exception):
+            # The model is whole now; afterwards a rank may have a part of it.
+            self._parameters = {
+                name: [
+                    (parameter.numel(), parameter.element_size())
+                    for parameter in module.parameters(recurse=not any(True for _ in module.children()))
+                ]
+                for name, module in model.named_modules()
+            }
+            if not any(_is_compiled(module) for module in model.modules()):
+                self._recorder = GraphRecorder(model)
 
     def write(self, strategy: Strategy, *, num_local: int, num_workers: int) -> None:
         """Write what was recorded, once. `num_local`: samples of this worker in a step."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
-        recorder.close()
-        places = {place.layer: place for place in strategy.places()} if isinstance(strategy, Places) else {}
-        graph = describe(recorder, self._parameters, places, num_local=num_local, num_workers=num_workers)
-        with contextlib.suppress(OSError):  # a full disk ends no training
+        with contextlib.suppress(Exception):
+            recorder.close()
+            places = (
+                {place.layer: place for place in strategy.places()} if isinstance(strategy, Places) else {}
+            )
+            graph = describe(recorder, self._parameters, places, num_local=num_local, num_workers=num_workers)
             write_atomically(self._path, json.dumps(graph).encode())
 
     def close(self) -> None:
@@ -351,6 +379,14 @@ def _follows(before: LayerPlace | None) -> LayerPlace:
     stage = before.stage if before is not None else None
     where = before.where if before is not None and stage is not None else "each worker"
     return LayerPlace("", where, stage=stage)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `module.compile()` or `torch.compile(module)`: Dynamo would trace the recording too, or break its graph for it."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # imported where something was compiled
+    return getattr(module, "_compiled_call_impl", None) is not None or (
+        eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:

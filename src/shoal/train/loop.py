@@ -126,6 +126,9 @@ class FitLoop:
         finally:
             trainer.checkpoints.abandon()
             PROFILER.finish()
+            if trainer.graph is not None:
+                trainer.graph.close()
+                trainer.graph = None
             self._traffic.report()
             held.close()
             for log in (self._log, self._epoch_log):

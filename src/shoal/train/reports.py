@@ -8,6 +8,7 @@ leased the coordinator keeps the ledger, and nothing is reported here.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -175,7 +176,10 @@ _written_here: set[Path] = set()
 
 
 class MetricsLog:
-    """Appends lines; the first of a process drops those after the step it goes on from, which an earlier run left."""
+    """Appends lines; the first of a process drops those after the step it goes on from, which an earlier run left.
+
+    A full disk costs lines, never a step.
+    """
 
     def __init__(self, path: Path, *, from_step: int) -> None:
         self._path = path
@@ -195,16 +199,22 @@ class MetricsLog:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in line.items()
         }
-        self._file.write(json.dumps(finite) + "\n")
+        with contextlib.suppress(OSError):
+            self._file.write(json.dumps(finite) + "\n")
 
     def make_up_for(self, line: dict[str, Any]) -> None:
         """Write the line of a step, unless it is there."""
-        written = self._path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
-        if not written or json.loads(written)["step"] < line["step"]:
+        try:
+            written = self._path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
+            is_there = bool(written) and json.loads(written)["step"] >= line["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            is_there = False  # the last line is torn
+        if not is_there:
             self.write(line)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def _drop_after(path: Path, step: int) -> dict[int, int]:
@@ -220,6 +230,10 @@ def _drop_after(path: Path, step: int) -> dict[int, int]:
         except (ValueError, KeyError, TypeError):
             continue  # a line torn by a kill
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:  # a full disk, in a replacement: then the lines are there twice
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return dropped

@@ -103,3 +103,15 @@ def test_a_disk_that_takes_nothing_costs_lines_alone(tmp_path: Path) -> None:
     files = ActivityFiles(tmp_path)
     files.write(json.dumps(line(1)), process="worker-0", incarnation=0, host=0)
     files.close()
+
+
+def test_odd_values_end_no_supervisor_and_the_file_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activity_files, "MAX_LINES", 8)
+    files = ActivityFiles(tmp_path)
+    odd = [{"steps": "two"}, {"seconds": [1]}, {"rss_bytes": None}, {"bytes": {"sent": {}}}]
+    for at in range(40):
+        files.write(json.dumps(line(at) | odd[at % 4]), process="worker-0", incarnation=0, host=0)
+    files.close()
+    assert len(read(tmp_path, "worker-0")) < 8

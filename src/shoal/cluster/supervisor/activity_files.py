@@ -56,7 +56,7 @@ class ActivityFiles:
                 facts["at"] = round(facts["at"] + facts["clock_s"], 3)
         except (msgspec.DecodeError, TypeError, KeyError, ValueError):
             return  # of a script that wrote to a descriptor it did not open
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # whatever a script says there, the supervisor goes on
             file, num_lines = self._open(process)
             file.write(msgspec.json.encode(facts) + b"\n")
             self._files[process] = (file, num_lines + 1)
@@ -167,7 +167,10 @@ def halved(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if first is None:
             first = line
         elif first.get("incarnation") == line.get("incarnation"):
-            kept.append(merged(first, line))
+            try:
+                kept.append(merged(first, line))
+            except (TypeError, AttributeError, ValueError, ArithmeticError):
+                kept.append(line)  # one of them is no line of ours; the file is halved all the same
             first = None
         else:
             kept.append(first)

@@ -1,10 +1,10 @@
 """Callbacks that report to experiment trackers: MLflow, Weights & Biases, OpenTelemetry.
 
 A tracker is an optional package, imported when a fit begins. What cannot begin is
-refused before the first step; what fails later (a server that is away, a full
-disk) is said once, and training goes on without it. A replaced rank 0 and a
-resumed run go on with the run they had at the tracker, whose name is kept in
-the run directory.
+refused before the first step; what fails later (a server that is away, also for a
+replaced rank 0 or a resumed run, a full disk) is said once, and training goes on
+without it. A replaced rank 0 and a resumed run go on with the run they had at the
+tracker, whose name is kept in the run directory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,10 @@ from shoal.train.callbacks.logs import named_rates
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
+
+
+CLOSE_S = 30.0
+"""For a tracker to take what is left at the end of a fit. One that does not answer must not hold the job."""
 
 
 class Tracker(Callback, abc.ABC):
@@ -39,6 +44,7 @@ class Tracker(Callback, abc.ABC):
             )
         self._every_steps = every_steps
         self._is_open = False
+        self._known = ""  # the run at the tracker: a later fit goes on with it
         self._before: tuple[float, int] | None = None
 
     @abc.abstractmethod
@@ -56,9 +62,12 @@ class Tracker(Callback, abc.ABC):
     def on_fit_begin(self, trainer: Trainer) -> None:
         if self._is_open:
             return  # a second fit of the same Trainer goes on
-        note = trainer.run_dir / f"{self.package}.run"
-        known = note.read_text(encoding="utf-8").strip() if trainer.job.launched and note.exists() else ""
         job = trainer.job
+        note = trainer.run_dir / f"{self.package}.run"
+        if job.launched and not self._known:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                self._known = note.read_text(encoding="utf-8").strip()
+        is_first = not (self._known or trainer.step or job.incarnation)
         about = {
             "run": job.name,
             "strategy": job.strategy,
@@ -68,21 +77,24 @@ class Tracker(Callback, abc.ABC):
         }
         name = type(self).__name__
         try:
-            opened = self._open(trainer, known, about)
-        except ImportError as error:
+            opened = self._open(trainer, self._known, about)
+        except Exception as error:
+            if not is_first:  # a replacement or a resumed run: what is trained is worth more
+                self._give_up(error)
+                return
+            if not isinstance(error, ImportError):
+                raise ConfigError(
+                    f"{name} could not begin: {type(error).__name__}: {error}. Nothing was trained; check its address and credentials, "
+                    "or leave the callback out."
+                ) from None
             raise ConfigError(
                 f"the {name} callback needs a package that is not installed ({error}). Nothing was trained; install it with "
                 f"`pip install 'shoal[{self.package}]'`, or leave the callback out."
             ) from None
-        except Exception as error:
-            raise ConfigError(
-                f"{name} could not begin: {type(error).__name__}: {error}. Nothing was trained; check its address and credentials, "
-                "or leave the callback out."
-            ) from None
         if job.launched and opened:
             with contextlib.suppress(OSError):  # then a resumed run is another one there
                 note.write_text(opened, encoding="utf-8")
-        self._is_open, self._before = True, None
+        self._is_open, self._known, self._before = True, opened, None
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
         if not self._is_open or logs.step % self._every_steps:
@@ -103,10 +115,20 @@ class Tracker(Callback, abc.ABC):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._is_open:
             self._is_open = False
-            try:
-                self._close()
-            except Exception as error:
-                self._give_up(error)
+            problems: list[Exception] = []
+            closing = threading.Thread(target=self._close_into, args=(problems,), daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
+            if closing.is_alive():
+                problems.append(TimeoutError(f"it took more than {CLOSE_S:.0f} s for what was left"))
+            if problems:
+                self._give_up(problems[0])
+
+    def _close_into(self, problems: list[Exception]) -> None:
+        try:
+            self._close()
+        except Exception as error:
+            problems.append(error)
 
     def _try(self, values: dict[str, float], step: int) -> None:
         try:
