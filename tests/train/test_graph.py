@@ -144,3 +144,11 @@ def test_a_model_of_hundreds_of_layers_is_drawn_in_blocks() -> None:
     edges = [{"from": a, "to": b, "bytes": 4} for a, b in itertools.pairwise(names)]
     picture = drawing.svg({"layers": [{"name": name, "kind": "Linear"} for name in names], "edges": edges})
     assert picture.count("block of 3 layers") == 2 * 40  # as text and as its title
+
+
+def test_a_graph_without_blocks_is_bounded_too() -> None:
+    layers = [{"name": f"add_{k}", "kind": "add", "is_join": True} for k in range(2000)]
+    edges = [{"from": f"add_{k}", "to": f"add_{k + 1}"} for k in range(1999)]
+    picture = drawing.svg({"layers": layers, "edges": edges})
+    assert picture.count("<g>") == drawing.MAX_BOXES
+    assert "block of 1929 layers" in picture
