@@ -21,7 +21,7 @@ from shoal.observe import record as records
 from shoal.observe import runs
 
 POLL_S = 0.2
-LAST_BYTES = 64 << 10
+LAST_BYTES = 8 << 10
 END_S = 90.0
 """From SIGTERM to the end, in which it finishes its step and saves."""
 
