@@ -74,3 +74,25 @@ def test_a_process_that_is_not_there_is_refused(
 def test_a_run_that_is_over_has_no_stacks(shoal: Shoal, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "state", lambda path, summary: runs.RunState.FINISHED)
     assert "is not running" in shoal("stack", run).stderr
+
+
+def test_processes_are_found_after_hours_of_leases(
+    shoal: Shoal, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = json.dumps({"event": "leases", "by_rank": {str(rank): [9, 9] for rank in range(9)}}) + "\n"
+    with open(Path(run) / "events.jsonl", "a") as file:
+        file.write(lease * 4000)
+    spy = fake_spy(tmp_path / "bin", 'echo "stack of $3"')
+    monkeypatch.setattr(stack, "_spy", lambda: spy)
+    assert "stack of 12" in shoal("stack", run).stdout
+    assert [event["event"] for event in runs.read_events(Path(run))].count("leases") == 1
+
+
+def test_a_run_without_processes_here_is_a_paragraph(
+    shoal: Shoal, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack, "_spy", lambda: ["py-spy"])
+    (Path(run) / "events.jsonl").write_text("")
+    shown = shoal("stack", run)
+    assert shown.exit_code != 0
+    assert "none of its processes is on this host" in " ".join(shown.stderr.split())

@@ -250,6 +250,20 @@ def test_files_that_hold_nonsense_read_as_nothing(shoal: Shoal, make_run: MakeRu
         assert shoal("status", "click").exit_code == 0
 
 
+def test_an_odd_run_does_not_hide_the_others(shoal: Shoal, make_run: MakeRun) -> None:
+    make_run("good").close()
+    run = make_run("odd")
+    odd = {"started": "noon", "workers": [], "strategy": 3}
+    (run.path / "config.json").write_text(json.dumps(odd))
+    write_steps(run, {"step": "x", "time": 1.0, "loss": {}}, {"step": 1e300, "time": 2.0, "samples": None})
+    run.close()
+    (run.path / "summary.json").write_text("[" * 100_000)
+    shown = shoal("status")
+    assert shown.exit_code == 0
+    assert "good" in shown.output
+    assert shoal("status", "--json").exit_code == 0
+
+
 def test_a_finished_run_whose_batches_were_leased_is_told_with_all_of_its_steps(
     shoal: Shoal, make_run: MakeRun
 ) -> None:

@@ -48,6 +48,7 @@ def write_run(path: Path, *, seconds: int = 10, workers: int = 4, **of_worker: d
         "workers": workers,
         "started": BEGAN - 5,
         "threads": 1,
+        "device": "cpu",
     }
     (path / "config.json").write_text(json.dumps(config))
     num_steps = round(seconds / STEP_S)

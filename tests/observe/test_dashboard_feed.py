@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shoal.observe.dashboard import prometheus, views
 from shoal.observe.dashboard.buckets import Buckets
 from shoal.observe.dashboard.feed import MAX_INTERVALS, RunFeed
+from shoal.observe.dashboard.json_lines import CHUNK_BYTES, JsonLines, objects
 from simulated_run import lines, write_run
 
 
@@ -122,9 +123,66 @@ def test_a_long_run_is_shown_from_a_sample_and_then_exactly(tmp_path: Path) -> N
     assert views.head(feed)["unread_bytes"] > 0
     assert feed.last["step"] == 120_000  # the newest is there at once
     while feed.left_bytes:
-        feed.poll(1.0)
+        feed.poll(0.0)
+        assert feed.last["step"] == 120_000  # and does not go back while the others are read
     assert not feed.is_sampled
     assert len(feed.steps.curve("loss")["step"]) == pytest.approx(120_000 / 128, abs=1)
+
+
+def test_a_line_that_is_too_long_is_passed_over_once(tmp_path: Path) -> None:
+    long = b'{"x": "' + b"x" * (2 * CHUNK_BYTES) + b'"}\n'
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event": "a"}\n' + long + b'{"event": "b"}\n')
+    file, found = JsonLines(path), b""
+    for _ in range(4):
+        lines, is_other = file.read()
+        assert not is_other
+        found += lines
+    assert [each["event"] for each in objects(found)] == ["a", "b"]
+    assert file.left_bytes == 0
+    with open(path, "ab") as more:
+        more.write(b'{"event": "c"}\n')
+    assert file.read() == (b'{"event": "c"}\n', False)
+    assert objects(JsonLines(path, tail_bytes=CHUNK_BYTES).read()[0])[0] == {"event": "b"}
+
+
+def test_long_events_are_read_in_one_poll_and_of_leases_only_the_newest_is_kept(tmp_path: Path) -> None:
+    told = [{"event": "leases", "by_rank": {"0": [k, k]}, "x": "x" * 300} for k in range(5000)]
+    lines(
+        tmp_path / "events.jsonl",
+        [{"event": "worker-started", "rank": 0, "pid": 7}, *told, {"event": "worker-live", "rank": 0}],
+    )
+    feed = polled(tmp_path)
+    assert [event["event"] for event in feed.events] == ["worker-started", "worker-live"]
+    assert views.workers(feed)["workers"][0]["leases"] == [4999, 4999]
+
+
+def test_epochs_count_from_one_and_other_columns_are_kept(tmp_path: Path) -> None:
+    steps(tmp_path, 1, 10)
+    assert views.progress(polled(tmp_path))["epoch"] == 1
+    lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": k, "loss": 1.0, "samples": 8, "time": 1.0 * k, "lr": 0.5} for k in range(4)],
+    )
+    feed = polled(tmp_path)
+    assert feed.steps.curve("lr")["mean"] == [0.5] * 4
+    assert views.progress(feed)["epoch"] is None
+
+
+@pytest.mark.parametrize(("last", "said"), [(-3.0, "yes"), (-1.0, "hardly any more"), (1.0, "no")])
+def test_a_negative_loss_that_falls_is_learning(tmp_path: Path, last: float, said: str) -> None:
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(40):
+            loss = -0.5 if step < 4 else -1.0 if step < 36 else last
+            file.write(json.dumps({"step": step, "loss": loss, "samples": 8, "time": 1.0 * step}) + "\n")
+    assert said in views.answers(polled(tmp_path))[0]["answer"]
+
+
+def test_time_in_no_span_is_named(tmp_path: Path) -> None:
+    (tmp_path / "activity").mkdir()
+    told = [{"at": 100.0 + k, "interval_s": 1.0, "steps": 3, "seconds": {"compute": 0.3}} for k in range(9)]
+    lines(tmp_path / "activity" / "worker-0.jsonl", told)
+    assert views.answers(polled(tmp_path))[2]["answer"].startswith("code outside of the step")
 
 
 def test_links_devices_and_foreign_names_are_not_opened(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from shoal.cli import app
 from shoal.errors import ConfigError
-from shoal.observe import live, record
+from shoal.observe import live, record, trace
 from shoal.observe.figures import Target, figures
 from shoal.observe.page import page, thinned, ticks
 from shoal.observe.trace import timeline
@@ -38,7 +39,7 @@ def test_figures_of_an_even_run(tmp_path: Path) -> None:
         "value": pytest.approx(0.02),
     }
     assert found["time_by_worker"]["worker-3"]["seconds"]["compute"] == pytest.approx(8)
-    assert found["time_by_worker"]["worker-3"]["exposed_communication"] == pytest.approx(0.1 / 0.95)
+    assert found["time_by_worker"]["worker-3"]["exposed_communication"] == pytest.approx(0.1)
     assert found["stragglers"] == {}
     assert found["money"]["cost"] == pytest.approx(3.6 * 16 / 3600)
     assert found["imbalance"]["time computing"] == 1
@@ -61,11 +62,97 @@ def test_speedup_is_against_the_baseline_and_one_beyond_the_ideal_is_doubted(tmp
         ({"seconds": {"compute": 0.3, "exchange": 0.6}}, "Communication is"),
         ({"seconds": {"compute": 0.5, "exchange": 0.1, "checkpoint": 0.3}}, "Saving is"),
         ({"cpu_s": 0.2}, "The cores are"),
+        # Cores that idle while a worker waits for data are not short.
+        ({"seconds": {"read": 0.7, "compute": 0.2}, "cpu_s": 0.2}, "Reading is"),
+        ({"seconds": {"read": 0.1, "compute": 0.4}}, "Code outside of the step is"),
     ],
 )
 def test_bottleneck_is_what_takes_the_time(tmp_path: Path, changed: dict[str, Any], blamed: str) -> None:
     everyone = {f"worker_{rank}": changed for rank in range(4)}
     assert reported(write_run(tmp_path / "run", **everyone))["bottleneck"].startswith(blamed)
+
+
+@pytest.mark.parametrize(
+    ("device", "torch", "blamed"),
+    [
+        ("auto", "2.13.0+cu126", "Compute is"),
+        ("cuda", "2.13.0+cpu", "Compute is"),
+        ("auto", "2.13.0+cpu", "The cores are"),
+    ],
+)
+def test_cores_that_may_idle_beside_a_device_are_not_blamed(
+    tmp_path: Path, device: str, torch: str, blamed: str
+) -> None:
+    path = write_run(tmp_path / "run", **{f"worker_{rank}": {"cpu_s": 0.2} for rank in range(4)})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"device": device, "versions": {"torch": torch}}))
+    assert reported(path)["bottleneck"].startswith(blamed)
+
+
+def test_a_run_that_was_resumed_is_reported_without_the_time_in_which_it_was_down(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    down_s = 3600.0
+    for name in ("metrics", *(f"activity/worker-{rank}" for rank in range(4))):
+        file = path / f"{name}.jsonl"
+        written = [json.loads(line) for line in file.read_text().splitlines()]
+        half = len(written) // 2
+        for line in written[half:]:
+            line["at" if "at" in line else "time"] += down_s
+        if name != "metrics":  # a second launch begins with imports, too
+            written[half:half] = [activity(written[half]["at"] - 1, "worker", steps=0, samples=0)]
+        write_lines(file, written)
+    config, summary = (json.loads((path / f"{name}.json").read_text()) for name in ("config", "summary"))
+    (path / "config.json").write_text(json.dumps(config | {"started": BEGAN + down_s + 4}))
+    (path / "summary.json").write_text(json.dumps(summary | {"ended": summary["ended"] + down_s}))
+    found = reported(path, target=Target.parse("loss<0.1"), price=3.6)
+    assert found["samples_per_s"] == pytest.approx(10 * SAMPLES, rel=0.01)
+    assert found["seconds"] == pytest.approx(11, abs=2)  # from the first step on
+    assert found["time_to_target"]["seconds"] == pytest.approx(0.9)
+
+
+def test_steps_without_lines_of_metrics_are_those_of_one_worker_unless_each_has_its_own(
+    tmp_path: Path,
+) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "metrics.jsonl").unlink()
+    assert reported(path)["steps"] == 100
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"strategy": "ps:async"}))
+    assert reported(path)["steps"] == 400
+
+
+def test_a_target_is_found_among_values_between_epochs(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    written = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    written[29]["val_auroc"] = 0.77
+    write_lines(path / "metrics.jsonl", written)
+    found = figures(record.read(path, metric="val_auroc"), target=Target.parse("val_auroc>0.75"))
+    assert (found["time_to_target"]["step"], found["time_to_target"]["value"]) == (30, 0.77)
+
+
+def test_a_baseline_is_one_worker_of_the_same_job_and_no_other_run_is_touched(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    other = write_run(tmp_path / "run-baseline")  # of four workers
+    before = {file: file.read_bytes() for file in other.rglob("*") if file.is_file()}
+    refused = CliRunner().invoke(app, ["report", str(path), "--baseline"])
+    assert refused.exit_code != 0
+    assert "which is not this job with one worker" in " ".join(refused.output.split())
+    assert before == {file: file.read_bytes() for file in other.rglob("*") if file.is_file()}
+    assert CliRunner().invoke(app, ["report", str(path)]).exit_code == 0
+    assert json.loads((path / "report.json").read_text())["scaling"] is None
+    shutil.rmtree(other)
+    write_run(other, workers=1)
+    assert CliRunner().invoke(app, ["report", str(path), "--baseline"]).exit_code == 0
+    assert json.loads((path / "report.json").read_text())["scaling"]["speedup"] == pytest.approx(4)
+
+
+def test_a_report_is_not_written_through_a_link(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (tmp_path / "mine").write_text("kept")
+    (path / "report.html").symlink_to(tmp_path / "mine")
+    assert CliRunner().invoke(app, ["report", str(path)]).exit_code == 0
+    assert (tmp_path / "mine").read_text() == "kept"
+    assert "<svg" in (path / "report.html").read_text()
 
 
 def test_a_slow_worker_is_named_and_blamed(tmp_path: Path) -> None:
@@ -193,6 +280,18 @@ def spoil(path: Path, how: str) -> None:
             (path / "trace").mkdir()
             (path / "trace" / "worker-0.0.bin").write_bytes(b"nonsense" * 200)
             (path / "trace" / "worker-1.0.bin").write_bytes(b"")
+        case "odd lines":
+            odd = (
+                b'{"step": 9223372036854775808, "loss": 1.0}\n{"step": 7, "loss": 1.0, "x": "\xff"}\n'
+                + b"[" * 100_000
+            )
+            for name in ("metrics", "epochs", "events"):
+                with open(path / f"{name}.jsonl", "ab") as file:
+                    file.write(b'{"val_loss": 0.5, "time": 1.0}\n' + odd)
+            write_lines(  # whose clock was set back
+                path / "activity" / "worker-0.jsonl",
+                [activity(BEGAN + at, "worker-0") for at in (1, 2, 3, 4, -500, -499)],
+            )
         case "odd types":
             write_lines(
                 path / "activity" / "worker-0.jsonl",
@@ -201,7 +300,7 @@ def spoil(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["no activity", "no metrics", "killed", "torn", "garbage", "spans", "odd types"]
+    "how", ["no activity", "no metrics", "killed", "torn", "garbage", "spans", "odd types", "odd lines"]
 )
 def test_half_a_run_is_reported_with_what_is_missing(tmp_path: Path, how: str) -> None:
     path = write_run(tmp_path / "run")
@@ -233,8 +332,8 @@ def test_timeline_has_all_processes_in_one_time(tmp_path: Path, monkeypatch: pyt
     write_spans(path, "worker-1", [("compute", 3, 1000, 5000)], monkeypatch)
     # Of another host, whose clock is half a second behind.
     write_lines(path / "activity" / "worker-1.jsonl", [activity(BEGAN, "worker-1", clock_s=0.5)])
-    trace, problems = timeline(path)
-    spans = {(e["pid"], e["name"]): e for e in trace["traceEvents"] if e.get("cat") == "shoal"}
+    found, problems = timeline(path)
+    spans = {(e["pid"], e["name"]): e for e in found["traceEvents"] if e.get("cat") == "shoal"}
     assert spans[1, "compute"]["dur"] == 4
     assert spans[1, "compute"]["args"] == {"step": 4}
     assert spans[2, "compute"]["ts"] - spans[1, "compute"]["ts"] == pytest.approx(0.5e6)
@@ -251,3 +350,15 @@ def test_ring_that_wrapped_is_read_oldest_first(tmp_path: Path, monkeypatch: pyt
     found = record.read_trace(tmp_path / "trace" / "worker-0.0.bin")
     assert found.spans["step"].tolist() == list(range(24, 40))
     assert found.count == 40
+
+
+def test_a_profile_that_unpacks_to_too_much_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path / "run", workers=1)
+    write_spans(path, "worker-0", [("compute", 3, 1000, 5000)], monkeypatch)
+    packed = gzip.compress(b'{"traceEvents": []}' + b" " * 100_000)
+    (path / "trace" / "worker-0.0.profile.json.gz").write_bytes(packed)
+    assert timeline(path)[1] == []
+    monkeypatch.setattr(trace, "MAX_PROFILE_BYTES", 10_000)
+    assert "more than 10,000 bytes once it is unpacked" in timeline(path)[1][0]

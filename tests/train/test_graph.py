@@ -220,3 +220,11 @@ def test_what_cannot_be_recorded_or_described_ends_no_training(tmp_path: Path) -
         report.write(Untold(), num_local=2, num_workers=3)  # type: ignore[arg-type]
         report.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_graph_without_blocks_is_bounded_too() -> None:
+    layers = [{"name": f"add_{k}", "kind": "add", "is_join": True} for k in range(2000)]
+    edges = [{"from": f"add_{k}", "to": f"add_{k + 1}"} for k in range(1999)]
+    picture = drawing.svg({"layers": layers, "edges": edges})
+    assert picture.count("<g>") == drawing.MAX_BOXES
+    assert "block of 1929 layers" in picture

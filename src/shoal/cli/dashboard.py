@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -74,6 +75,7 @@ def dashboard(
     is_one = (path / "config.json").is_file()
     num_runs = len(runs.names(path))
     what = f"run {path}" if is_one else f"{num_runs} run{'s' if num_runs != 1 else ''} in {path}"
-    typer.echo(f"{what}: {address.url(f'/run/{path.resolve().name}' if is_one else '/')}")
+    page = f"/run/{quote(path.resolve().name, safe='')}" if is_one else "/"
+    typer.echo(f"{what}: {address.url(page)}")
     typer.echo("Ctrl-C ends it.", err=True)
     process.serve(path, address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,9 @@ EXAMPLES = (
 
 BASELINE = "-baseline"
 """Behind a run's name: its one-worker baseline, in the same directory."""
+
+SAME_JOB: dict[str, Any] = {"script": None, "module": None, "args": [], "cwd": None, "device": "auto"}
+"""Of config.json, with their defaults: in what a run and its baseline agree."""
 
 
 def report(
@@ -66,6 +70,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write what a run did, how fast, and what limits it: one HTML page without scripts or network, and JSON."""
+    from shoal.cluster.launch.run_directory import write_atomically
     from shoal.errors import ConfigError
     from shoal.observe import record as records
     from shoal.observe import runs
@@ -74,7 +79,7 @@ def report(
 
     wanted = Target.parse(target) if target is not None else None
     path = runs.find(run, run_dir)
-    record = records.read(path)
+    record = records.read(path, metric=wanted.name if wanted and wanted.name != "loss" else None)
     compared = _baseline(record, measure_s=baseline_seconds if baseline else None)
     traces, problems = records.read_traces(path, record.activity)
     found = figures(record, traces=traces, baseline=compared, target=wanted, price=price)
@@ -84,8 +89,10 @@ def report(
         return
     target_file = output or path / "report.html"
     try:
-        target_file.with_suffix(".json").write_text(json.dumps(finite(found), indent=2) + "\n")
-        target_file.write_text(page(record, found), encoding="utf-8")
+        # In a run directory, which may be somebody else's, never through a link.
+        write = write_atomically if output is None else Path.write_bytes
+        write(target_file.with_suffix(".json"), (json.dumps(finite(found), indent=2) + "\n").encode())
+        write(target_file, page(record, found).encode())
     except OSError as error:
         raise ConfigError(
             f"{target_file} cannot be written: {error.strerror}. Choose another place with -o."
@@ -104,6 +111,7 @@ def report(
 
 def _baseline(record: Any, *, measure_s: float | None) -> dict[str, Any] | None:
     """Figures of the one-worker run of the same script and arguments; measured where there is none and `measure_s` is given."""
+    from shoal.cluster.launch import run_directory
     from shoal.errors import ConfigError
     from shoal.observe import record as records
     from shoal.observe import runs
@@ -112,7 +120,10 @@ def _baseline(record: Any, *, measure_s: float | None) -> dict[str, Any] | None:
     name, config = record.path.name + BASELINE, record.config
     path = record.path.with_name(name)
     there = runs.read_json(path / "config.json")
-    if there and all(there.get(key) == config.get(key) for key in ("script", "args", "cwd")):
+    is_ours = there.get("workers") == 1 and all(
+        (there.get(key) or default) == (config.get(key) or default) for key, default in SAME_JOB.items()
+    )
+    if is_ours:
         rate = records.samples_per_s(records.read(path))
         if rate is not None:
             return {"run": name, "threads": there.get("threads"), "samples_per_s": rate}
@@ -125,14 +136,26 @@ def _baseline(record: Any, *, measure_s: float | None) -> dict[str, Any] | None:
             else "the run is alive, and both would share the cores"
         )
         raise ConfigError(f"a baseline of {record.path.name} cannot be measured: {why}. Nothing was started.")
+    if os.path.lexists(path) and (not is_ours or run_directory.is_alive(path)):
+        which = "which is alive" if is_ours else "which is not this job with one worker"
+        raise ConfigError(
+            f"a baseline of {record.path.name} would be the run {path}, and there is one of that name already, {which}. Nothing was "
+            f"started, and nothing in it was touched; wait for it to end, or give it another name (mv {path} {path}-mine), and measure "
+            "again."
+        )
     typer.echo(f"measuring one worker for {measure_s:g} s, as {path}", err=True)
-    module = ("-m",) if config.get("module") else ()
+    options = ["-m"] if config.get("module") else []
+    if isinstance(config.get("seed"), int):
+        options += ["--seed", str(config["seed"])]
+    if config.get("device") not in (None, "auto"):
+        options += ["--device", str(config["device"])]
     return Trial(
         script=config.get("module") or config["script"],
         args=tuple(config.get("args") or ()),
         workers=1,
-        options=("--seed", str(config.get("seed", 0)), *module),
+        options=tuple(options),
         cwd=config.get("cwd"),
         name=name,
         run_dir=record.path.parent,
+        keeps_former=True,
     ).run(seconds=measure_s)

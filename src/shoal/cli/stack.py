@@ -47,12 +47,17 @@ def stack(
             f"{path.name} is not running, so there is no process to look at; its logs are in {path / 'logs'}."
         )
     spy = _spy()
-    pids = _pids(runs.last_lines(path / "events.jsonl"))
+    pids = _pids(runs.read_events(path))
     for name in processes or ():
         if name not in pids:
             raise ConfigError(
                 f"{path.name} has no process '{name}' on this host.{did_you_mean(name, [*pids])} There are {', '.join(pids) or 'none'}."
             )
+    if not pids:
+        raise ConfigError(
+            f"{path.name} is running, and none of its processes is on this host: {path / 'events.jsonl'} names none that began and did not "
+            "end. On several hosts, run this on the one where the processes are."
+        )
     wanted = {name: pid for name, pid in pids.items() if not processes or name in processes}
     failed = []
     for name, pid in wanted.items():

@@ -89,7 +89,7 @@ def _details(path: Path) -> dict[str, Any]:
 
     run = runs.read(path)
     metrics, summary = runs.last_lines(path / "metrics.jsonl", 1), runs.read_json(path / "summary.json")
-    events = runs.last_lines(path / "events.jsonl")
+    events = runs.read_events(path)
     config = runs.read_json(path / "config.json")
     workers = runs.processes(events, run.state, num_workers=run.workers)
     servers = runs.servers(events, run.state)

@@ -32,6 +32,7 @@ def trace(
     ] = None,
 ) -> None:
     """Write a timeline of all processes of a run: what each did when, for Perfetto or chrome://tracing."""
+    from shoal.cluster.launch.run_directory import write_atomically
     from shoal.errors import ConfigError
     from shoal.observe import runs
     from shoal.observe.trace import timeline
@@ -43,7 +44,9 @@ def trace(
         raise ConfigError(" ".join(problems) + " Nothing was written.")
     target = output or path / "trace.json"
     try:
-        target.write_text(json.dumps(found))
+        # In a run directory, which may be somebody else's, never through a link.
+        write = write_atomically if output is None else Path.write_bytes
+        write(target, json.dumps(found).encode())
     except OSError as error:
         raise ConfigError(
             f"{target} cannot be written: {error.strerror}. Choose another place with -o."

@@ -13,6 +13,9 @@ from typing import Any
 MAX_BOXES = 72
 """Of a model with more layers, blocks are drawn: layers that share the beginning of their name."""
 
+MAX_DEPTH = 32
+REST = "… and more"
+
 _WIDTH, _GAP, _RISE, _MARGIN = 290, 28, 46, 24
 _LINE = 15
 
@@ -102,11 +105,15 @@ def _collapsed(
     boxes: dict[str, Box], edges: list[dict[str, Any]]
 ) -> tuple[dict[str, Box], list[dict[str, Any]]]:
     """Blocks in the place of layers, as deep as MAX_BOXES allows."""
-    depth = max((name.count(".") + 1 for name in boxes), default=1)
+    depth = min(MAX_DEPTH, max((name.count(".") + 1 for name in boxes), default=1))
     groups = {name: name for name in boxes}
     while len(set(groups.values())) > MAX_BOXES and depth > 1:
         depth -= 1
-        groups = {name: ".".join(name.split(".")[:depth]) for name in boxes}
+        groups = {name: ".".join(name.split(".", depth)[:depth]) for name in boxes}
+    drawn = list(dict.fromkeys(groups.values()))
+    if len(drawn) > MAX_BOXES:  # as many without a block: those that come last are one
+        beyond = set(drawn[MAX_BOXES - 1 :])
+        groups = {name: REST if group in beyond else group for name, group in groups.items()}
     found: dict[str, Box] = {}
     for name, box in boxes.items():
         group = found.get(groups[name])

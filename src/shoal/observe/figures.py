@@ -6,6 +6,7 @@ that was not is None, and `missing` says why.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.config import strategy as strategies
 from shoal.errors import ConfigError
 from shoal.observe import record as records
 from shoal.observe.record import BUSY, RunRecord, Steps, Totals, Trace
@@ -23,6 +25,9 @@ LOWER_IS_BETTER = re.compile(r"loss|error|mse|mae|rmse|perplexity|nll|entropy")
 FAULTS = ("worker-exited", "server-exited", "coordinator-exited", "host-lost")
 BEYOND_IDEAL = 1.3
 """A speedup over this share of the ideal is no speedup: caches explain less."""
+
+DOWN_S = 30.0
+"""A longer silence of all processes is between two launches, and costs nothing."""
 
 STRAGGLES = 1.25
 """A worker is a straggler where its own time per step is so many times the median of the others."""
@@ -113,25 +118,43 @@ def figures(
 
 def _num_steps(record: RunRecord, workers: Mapping[str, Totals]) -> int | None:
     """By the newest line of rank 0; where batches are leased others may have done the last ones."""
-    found = (
-        [int(record.steps.step[-1])] if len(record.steps) else [sum(each.steps for each in workers.values())]
-    )
+    by_worker = [each.steps for each in workers.values()]
+    together = sum(by_worker) if _is_relaxed(record) else max(by_worker, default=0)
+    found = [int(record.steps.step[-1])] if len(record.steps) else [together]
     if record.summary.get("leases") and isinstance(record.summary.get("steps"), int):
         found.append(record.summary["steps"])
     return max(found) or None
 
 
+def _is_relaxed(record: RunRecord) -> bool:
+    """Whether a step is one worker's, not all of theirs."""
+    try:
+        return not strategies.parse(str(record.config.get("strategy"))).is_exact
+    except ConfigError:
+        return False
+
+
 def _seconds(record: RunRecord) -> float | None:
-    """From launch to end, or to the newest sign of life."""
-    started = record.config.get("started")
+    """From the first launch to the end, or to the newest sign of life, without the time between launches."""
+    began = _began(record)
     ended = record.summary.get("ended")
     if not isinstance(ended, (int, float)):
         ends = [lines[-1]["at"] for lines in record.activity.values()]
         ends += [record.steps.time[-1]] if len(record.steps) else []
         ended = max(ends, default=None)
-    if not isinstance(started, (int, float)) or ended is None:
+    if began is None or ended is None:
         return None
-    return round(float(ended) - started, 3)
+    there = records.stretches(record.activity.values())
+    down = [later[0] - before[1] for before, later in itertools.pairwise(there)]
+    return round(float(ended) - began - sum(each for each in down if each > DOWN_S), 3)
+
+
+def _began(record: RunRecord) -> float | None:
+    """When it was launched first, or took its first step: config.json tells of the newest launch."""
+    started = record.config.get("started")
+    found = [float(started)] if isinstance(started, (int, float)) else []
+    times = record.steps.time[record.steps.time > 0]
+    return min([*found, *(times[:1].tolist())], default=None)
 
 
 def _last_finite(steps: Steps) -> float | None:
@@ -150,7 +173,7 @@ def _latency(steps: Steps) -> dict[str, float] | None:
 def _time_to(record: RunRecord, target: Target | None) -> dict[str, Any] | None:
     if target is None:
         return None
-    began = float(record.config.get("started") or (record.steps.time[0] if len(record.steps) else 0.0))
+    began = _began(record) or 0.0
     reached: tuple[float, int, float] | None = None
     if target.name == "loss":
         hits = np.flatnonzero(
@@ -163,15 +186,12 @@ def _time_to(record: RunRecord, target: Target | None) -> dict[str, Any] | None:
                 int(record.steps.step[at]),
                 float(record.steps.loss[at]),
             )
-    for line in record.epochs if reached is None else ():
-        value = line.get(target.name)
-        if (
-            isinstance(value, (int, float))
-            and target.is_reached(value)
-            and isinstance(line.get("time"), float)
-        ):
-            reached = line["time"], int(line.get("step", 0)), float(value)
-            break
+    for line in (*record.measured, *record.epochs) if reached is None else ():
+        value, moment, step = line.get(target.name), line.get("time"), line.get("step")
+        if not (isinstance(value, (int, float)) and isinstance(moment, float) and target.is_reached(value)):
+            continue
+        if reached is None or moment < reached[0]:
+            reached = moment, step if isinstance(step, int) else 0, float(value)
     said = f"{target.name} {'<=' if target.is_below else '>='} {target.value:g}"
     if reached is None:
         return {"target": said, "seconds": None, "step": None}
@@ -387,6 +407,7 @@ def bottleneck(
 
     read, compute = mean("read"), mean("compute", "apply")
     communication, saving = mean(*records.COMMUNICATION), mean("checkpoint")
+    outside = 1 - mean(*BUSY)
     slow = found["stragglers"]
     busiest = max((each["busy"] or 0.0 for each in found["servers_load"].values()), default=0.0)
     shares = f"compute {compute:.0%}, communication and waiting {communication:.0%}, reading {read:.0%}"
@@ -402,6 +423,11 @@ def bottleneck(
         return (
             f"{name} is: it needs {times:g} times as long for a step as the others, which wait for it ({shares}).",
             "Give it less work (--shard measured), or a free core; under ps, ps:ssp=4 or ps:drop=1 wait less.",
+        )
+    if outside > 0.3 and outside > max(read, communication, saving):
+        return (
+            f"Code outside of the step is: {outside:.0%} of the workers' time is neither reading nor training ({shares}).",
+            "Look at callbacks, metrics and what the script does between steps; `shoal stack` shows where it stands.",
         )
     if read > 0.3:
         return (
@@ -432,11 +458,13 @@ def bottleneck(
 
 
 def _share_of_cores(record: RunRecord, workers: Sequence[Totals]) -> float | None:
-    """Processor time of workers over the time in which they ran code of their own; None on a device, where cores idle."""
-    device = str(record.config.get("device") or "auto")
-    if device not in ("auto", "cpu"):
+    """Processor time of workers over the time in which they computed; None where that may be on a device, while cores idle."""
+    versions = record.config.get("versions")
+    torch = str(versions.get("torch")) if isinstance(versions, dict) else ""
+    device = record.config.get("device") or "auto"
+    if device != "cpu" and not (device == "auto" and torch.endswith("+cpu")):
         return None
-    own = sum(each.own_s for each in workers)
+    own = sum(each.seconds.get(kind, 0.0) for each in workers for kind in ("compute", "apply"))
     used = sum(each.cpu_s for each in workers)
     share = used / own if own else math.inf
     return share if share < 1 else None

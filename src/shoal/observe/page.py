@@ -264,7 +264,9 @@ def _loss(record: RunRecord) -> str:
         points = [
             (line["step"], line[name])
             for line in record.epochs
-            if isinstance(line.get(name), float) and math.isfinite(line[name])
+            if isinstance(line.get("step"), int)
+            and isinstance(line.get(name), float)
+            and math.isfinite(line[name])
         ]
         if points:
             series.append(
@@ -286,7 +288,8 @@ def _throughput(record: RunRecord) -> str:
     for part in training:
         for line in part:
             middle = line["at"] - line.get("interval_s", 1.0) / 2
-            bins[min(int((middle - began) / width), len(bins) - 1)] += line.get("samples", 0)
+            # At an end where its clock was set back meanwhile.
+            bins[max(0, min(int((middle - began) / width), len(bins) - 1))] += line.get("samples", 0)
     if len(bins) < 4:
         return ""
     bins = bins[:-1]  # of which only a part was

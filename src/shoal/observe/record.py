@@ -8,10 +8,10 @@ is said in `missing`, a sentence each; nothing here raises for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -27,13 +27,16 @@ BUSY = ("read", "compute", "exchange", "push", "pull", "wait", "apply", "checkpo
 COMMUNICATION = ("exchange", "push", "pull", "wait")
 
 MAX_FILE_BYTES = 4 << 30
+PAUSE_S = 5.0
+"""A process that told nothing for longer was not there: the run was down, or it was being replaced."""
+
 RECORD = np.dtype(list(RECORD_FIELDS))
 
 
 class _StepLine(msgspec.Struct):
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # what a float holds
     loss: float | None = None
-    samples: int = 0
+    samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     time: float = 0.0
     epoch: int = 0
 
@@ -72,6 +75,9 @@ class RunRecord:
     activity: dict[str, list[dict[str, Any]]]
     """By process, oldest first."""
 
+    measured: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of metrics.jsonl that have the metric asked for: values between epochs."""
+
     missing: list[str] = field(default_factory=list)
 
     @property
@@ -83,8 +89,8 @@ class RunRecord:
         return {name: lines for name, lines in self.activity.items() if name.startswith("server-")}
 
 
-def read(path: Path) -> RunRecord:
-    """Read all of a run directory but its spans."""
+def read(path: Path, *, metric: str | None = None) -> RunRecord:
+    """Read all of a run directory but its spans. `metric`: whose values by step are wanted, too."""
     summary = runs.read_json(path / "summary.json")
     record = RunRecord(
         path=path,
@@ -95,6 +101,7 @@ def read(path: Path) -> RunRecord:
         epochs=list(_objects(path / "epochs.jsonl")),
         events=list(_objects(path / "events.jsonl")),
         activity=read_activity(path),
+        measured=list(_objects(path / "metrics.jsonl", having=metric)) if metric is not None else [],
     )
     record.missing = list(_missing(record))
     return record
@@ -126,12 +133,16 @@ def read_steps(path: Path) -> Steps:
     decoder = msgspec.json.Decoder(_StepLine)
     try:
         lines = msgspec.json.Decoder(list[_StepLine]).decode(b"[" + b",".join(raw.splitlines()) + b"]")
-    except msgspec.DecodeError:  # a line torn by a kill, or just being written
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    ):  # a line torn by a kill, or just being written
         lines = []
         for line in raw.splitlines():
             try:
                 lines.append(decoder.decode(line))
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
     return Steps(
         step=np.array([line.step for line in lines], np.int64),
@@ -156,15 +167,19 @@ def by_number(process: str) -> tuple[int, str, int]:
     return order, role or process, int(number) if number.isdigit() else 0
 
 
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
+def _objects(path: Path, *, having: str | None = None) -> Iterator[dict[str, Any]]:
+    """Objects of a file, a line each; those that have a key, where one is given."""
     try:
         raw = own_files.read(path, any_owner=True, max_bytes=MAX_FILE_BYTES)
     except OSError:
         return
+    key = f'"{having}"'.encode() if having is not None else b""
     for line in raw.splitlines():
+        if key not in line:
+            continue
         try:
             found = msgspec.json.decode(line)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
         if isinstance(found, dict):
             yield found
@@ -196,8 +211,13 @@ class Totals:
         """Time in which it waited for nobody."""
         return self.busy_s - self.communication_s
 
+    @property
+    def whole_s(self) -> float:
+        """All of its time, that between spans too."""
+        return max(self.interval_s, self.busy_s)
+
     def share(self, *kinds: str) -> float:
-        return sum(self.seconds.get(kind, 0.0) for kind in kinds) / self.busy_s if self.busy_s else 0.0
+        return sum(self.seconds.get(kind, 0.0) for kind in kinds) / self.whole_s if self.whole_s else 0.0
 
 
 def totals(lines: Sequence[Mapping[str, Any]]) -> Totals:
@@ -231,20 +251,45 @@ def _numbers(value: Any) -> Iterator[tuple[str, float]]:
 
 
 def while_training(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the seconds before the first step and after the last."""
-    stepped = [at for at, line in enumerate(lines) if line.get("steps")]
-    return list(lines[stepped[0] : stepped[-1] + 1]) if stepped else []
+    """Without the seconds before the first step and after the last: of each launch, where it was resumed."""
+    launches: list[list[dict[str, Any]]] = []
+    for line in lines:
+        if not launches or line["at"] - interval_s(line) > launches[-1][-1]["at"] + PAUSE_S:
+            launches.append([])
+        launches[-1].append(line)
+    found = []
+    for launch in launches:
+        stepped = [at for at, line in enumerate(launch) if line.get("steps")]
+        found += launch[stepped[0] : stepped[-1] + 1] if stepped else []
+    return found
+
+
+def interval_s(line: Mapping[str, Any]) -> float:
+    """How long a line tells of; about a second where it does not say."""
+    found = line.get("interval_s", 1.0)
+    return found if isinstance(found, (int, float)) else 1.0
+
+
+def stretches(activity: Iterable[Sequence[Mapping[str, Any]]]) -> list[tuple[float, float]]:
+    """From when to when at least one of several processes was there, by its activity; oldest first."""
+    found: list[tuple[float, float]] = []
+    for began, ended in sorted(
+        (line["at"] - interval_s(line), line["at"]) for each in activity for line in each
+    ):
+        if found and began <= found[-1][1] + PAUSE_S:
+            began, ended = found[-1][0], max(ended, found.pop()[1])
+        found.append((began, ended))
+    return found
 
 
 def samples_per_s(record: RunRecord) -> float | None:
-    """Samples of all workers over the time in which they trained; None where that is not known."""
+    """Samples of all workers over the time in which any of them trained; None where that is not known."""
     training = [lines for each in record.workers.values() if (lines := while_training(each))]
     if training:
-        began = min(lines[0]["at"] - lines[0].get("interval_s", 0.0) for lines in training)
-        ended = max(lines[-1]["at"] for lines in training)
-        done = sum(totals(lines).samples for lines in training)
         # The first line begins before the first step: what that took is not known, and it is short.
-        return done / (ended - began) if ended > began and done else None
+        seconds = sum(ended - began for began, ended in stretches(training))
+        done = sum(totals(lines).samples for lines in training)
+        return done / seconds if seconds > 0 and done else None
     rate = record.summary.get("samples_per_s")
     return float(rate) if isinstance(rate, (int, float)) and rate else None
 

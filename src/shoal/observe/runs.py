@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 TAIL_BYTES = 256 * 1024
 """How much of the end of a file is looked through for its last lines."""
+
+MAX_EVENTS = 100_000
+MAX_LINE_BYTES = 256 * 1024
+_LEASES = re.compile(rb'"event": ?"leases"')
 
 
 class RunState(StrEnum):
@@ -77,18 +83,26 @@ def find(run: str, run_dir: Path) -> Path:
 def read(path: Path) -> Run:
     config, summary = read_json(path / "config.json"), read_json(path / "summary.json")
     metrics = last_lines(path / "metrics.jsonl", 200)
-    last = last_step(metrics, summary)
+    last, strategy = last_step(metrics, summary), config.get("strategy")
+    loss = last.get("loss")
+    workers, step = (_number(each, limit=1 << 53) for each in (config.get("workers"), last.get("step")))
     return Run(
         name=path.name,
         state=state(path, summary),
-        strategy=config.get("strategy"),
-        workers=config.get("workers"),
-        step=last.get("step"),
-        loss=last.get("loss"),
-        samples_per_s=summary.get("samples_per_s") or recent_rate(metrics),
-        started=config.get("started"),
+        strategy=strategy if isinstance(strategy, str) else None,
+        workers=int(workers) if workers is not None else None,
+        step=int(step) if step is not None else None,
+        loss=loss if isinstance(loss, float) else _number(loss),  # NaN is worth showing
+        samples_per_s=_number(summary.get("samples_per_s")) or recent_rate(metrics),
+        started=_number(config.get("started"), limit=1 << 36),  # what a calendar holds
         path=str(path),
     )
+
+
+def _number(value: Any, *, limit: float = sys.float_info.max) -> float | None:
+    """A number of a run's files; what is none, or none that can be shown, is not known."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < limit else None
 
 
 def last_step(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +137,7 @@ def recent_rate(metrics: list[dict[str, Any]]) -> float | None:
     timed = [line for line in metrics if isinstance(line.get("time"), float)]
     if len(timed) < 2 or timed[-1]["time"] <= timed[0]["time"]:
         return None
-    samples = sum(line.get("samples", 0) for line in timed[1:])
+    samples = sum(_number(line.get("samples")) or 0 for line in timed[1:])
     return float(samples / (timed[-1]["time"] - timed[0]["time"]))
 
 
@@ -220,10 +234,30 @@ def newest_checkpoint(path: Path) -> str | None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty where there is none."""
     try:
-        found = json.loads(own_files.read(path, any_owner=True))
-    except (OSError, ValueError):
+        return _object(own_files.read(path, any_owner=True))
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Events of a run, oldest first; of those that repeat every second (leases) only the newest."""
+    found: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+    num_read, newest = 0, (0, b"")
+    try:
+        file = open(own_files.open_file(path / "events.jsonl", os.O_RDONLY, any_owner=True), "rb")  # noqa: SIM115
+    except OSError:
+        return []
+    with file:
+        while line := file.readline(MAX_LINE_BYTES):
+            if _LEASES.search(line, 0, 256):
+                newest = num_read, line
+            elif fact := _object(line):
+                found.append(fact)
+                num_read += 1
+    events = list(found)
+    if lease := _object(newest[1]):
+        events.insert(max(0, newest[0] - num_read + len(events)), lease)
+    return events
 
 
 def last_lines(path: Path, count: int | None = None, *, tail_bytes: int = TAIL_BYTES) -> list[dict[str, Any]]:
@@ -235,15 +269,17 @@ def last_lines(path: Path, count: int | None = None, *, tail_bytes: int = TAIL_B
             tail = file.read()
     except OSError:
         return []
-    found = []
-    for line in tail.splitlines():
-        try:
-            fact = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(fact, dict):
-            found.append(fact)
+    found = [fact for line in tail.splitlines() if (fact := _object(line))]
     return found if count is None else found[-count:]
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """The object that this is; empty where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # torn; or nested so deep that it is none of ours
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 # ---- the ledger, in plain values and in text --------------------------------------------------------

@@ -8,7 +8,9 @@ worker is put beside its spans, on rows of its own.
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from typing import Any
 from shoal.observe.record import Trace, read, read_traces
 from shoal.runtime import own_files
 
-MAX_PROFILE_BYTES = 1 << 30
+MAX_PROFILE_BYTES = 256 << 20
+"""Of a profile, packed or not: three steps have some megabytes."""
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError)
 _NOT_FACTS = ("time", "monotonic", "event")
 
 
@@ -39,7 +44,7 @@ def timeline(run: Path) -> tuple[dict[str, Any], list[str]]:
         if profile.exists():
             try:
                 events += _profile(row, profile)
-            except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            except (*_UNREADABLE, zlib.error) as error:
                 problems.append(f"{profile.name} is left out: {error}.")
     first = min(
         (int(each.spans["start_ns"].min()) + each.unix_ns for each in traces if len(each.spans)), default=0
@@ -91,7 +96,11 @@ def _marks(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _profile(row: int, path: Path) -> Iterator[dict[str, Any]]:
     """Ranges of torch.profiler, moved to this process's row; its times count from a base that the file names."""
     raw = own_files.read(path, any_owner=True, max_bytes=MAX_PROFILE_BYTES)
-    found = json.loads(gzip.decompress(raw))
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as packed:
+        text = packed.read(MAX_PROFILE_BYTES + 1)
+    if len(text) > MAX_PROFILE_BYTES:
+        raise ValueError(f"it has more than {MAX_PROFILE_BYTES:,} bytes once it is unpacked")
+    found = json.loads(text)
     base_us = float(found.get("baseTimeNanoseconds", 0)) / 1e3
     threads: dict[Any, int] = {}
     for event in found["traceEvents"]:

@@ -7,11 +7,10 @@ database it fills) fails here as it would by hand, and its last lines are shown.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from shoal.observe import record as records
 from shoal.observe import runs
 
 POLL_S = 0.2
+LAST_BYTES = 8 << 10
 END_S = 90.0
 """From SIGTERM to the end, in which it finishes its step and saves."""
 
@@ -39,6 +39,8 @@ class Trial:
     cwd: str | None = None
     name: str
     run_dir: Path
+    keeps_former: bool = False
+    """An ended run of this name is kept as NAME.1, not removed."""
 
     def run(self, *, seconds: float, start_timeout_s: float = 600.0) -> dict[str, Any]:
         """Measure it for so long after its first step, or to its end; its figures."""
@@ -53,26 +55,36 @@ class Trial:
                 "--run-dir",
                 str(self.run_dir.absolute()),
             ),
-            *("--name", self.name, "--overwrite", *self.options, self.script, *self.args),
+            *(
+                "--name",
+                self.name,
+                "--again" if self.keeps_former else "--overwrite",
+                *self.options,
+                self.script,
+                *self.args,
+            ),
         ]
-        path = self.run_dir / self.name
-        with subprocess.Popen(
-            command, cwd=self.cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-        ) as process:
+        path, began = self.run_dir / self.name, time.time()
+        # Into a file: a pipe that nobody reads would stop a script that says much.
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                command, cwd=self.cwd, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            )
             try:
-                self._watch(process, path, seconds, start_timeout_s)
+                self._watch(process, path, seconds, start_timeout_s, began)
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGTERM)
+                process.terminate()
                 try:
-                    _, errors = process.communicate(timeout=END_S)
+                    process.wait(END_S)
                 except subprocess.TimeoutExpired:
                     process.kill()  # its children go with it
-                    _, errors = process.communicate()
+                    process.wait()
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - LAST_BYTES))
+            last = "\n".join(errors.read().decode(errors="replace").splitlines()[-12:])
         found = runs.read_json(path / "config.json")
-        rate = records.samples_per_s(records.read(path)) if found else None
+        is_this = isinstance(found.get("started"), float) and found["started"] >= began
+        rate = records.samples_per_s(records.read(path)) if is_this else None
         if rate is None:
-            last = "\n".join(errors.decode(errors="replace").splitlines()[-12:])
             raise ClusterError(
                 f"the script could not be measured with {self.workers} worker{'s' if self.workers > 1 else ''}: it ended with code "
                 f"{process.returncode} before it had trained for long enough. The run that is reported on was not touched; what it "
@@ -87,16 +99,20 @@ class Trial:
         }
 
     def _watch(
-        self, process: subprocess.Popen[bytes], path: Path, seconds: float, start_timeout_s: float
+        self,
+        process: subprocess.Popen[bytes],
+        path: Path,
+        seconds: float,
+        start_timeout_s: float,
+        began: float,
     ) -> None:
         deadline = time.monotonic() + start_timeout_s
         stepped = False
-        with contextlib.suppress(FileNotFoundError):
-            for old in (path / "activity").glob("*.jsonl"):  # of a run that is overwritten in a moment
-                old.unlink()
         while process.poll() is None and time.monotonic() < deadline:
             if not stepped and any(
-                line.get("steps") for lines in records.read_activity(path).values() for line in lines
+                line.get("steps") and line["at"] >= began  # else of a run that makes way in a moment
+                for lines in records.read_activity(path).values()
+                for line in lines
             ):
                 stepped, deadline = True, time.monotonic() + seconds
             time.sleep(POLL_S)

@@ -28,6 +28,9 @@ class JsonLines:
         self._path, self._tail_bytes = path, tail_bytes
         self._inode = 0
         self._offset = 0
+        self._is_within_line = False
+        """Whether the place is within a line that is too long: its rest is passed over."""
+
         self.size = 0
 
     @property
@@ -46,21 +49,26 @@ class JsonLines:
             found = os.fstat(fd)
             is_other = self._inode != 0 and (found.st_ino != self._inode or found.st_size < self._offset)
             # Cut and grown again since: the byte before our place is no line's end any more.
-            is_other = is_other or (self._offset > 0 and os.pread(fd, 1, self._offset - 1) != b"\n")
+            if not is_other and self._offset > 0 and not self._is_within_line:
+                is_other = os.pread(fd, 1, self._offset - 1) != b"\n"
             if is_other or self._inode == 0:
-                self._inode, self._offset = found.st_ino, 0
+                self._inode, self._offset, self._is_within_line = found.st_ino, 0, False
                 if self._tail_bytes is not None and found.st_size > self._tail_bytes:
-                    self._offset = self._line_after(fd, found.st_size - self._tail_bytes)
+                    self._offset = found.st_size - self._tail_bytes
+                    self._is_within_line = os.pread(fd, 1, self._offset - 1) != b"\n"
             self.size = found.st_size
             content = os.pread(fd, max_bytes, self._offset)
         finally:
             os.close(fd)
         whole = content.rfind(b"\n") + 1
-        if not whole and len(content) >= min(max_bytes, MAX_LINE_BYTES):
+        if not whole and (self._is_within_line or len(content) >= min(max_bytes, MAX_LINE_BYTES)):
             self._offset += len(content)
+            self._is_within_line = True
             return b"", is_other
-        self._offset += whole
-        return content[:whole], is_other
+        begin = content.find(b"\n") + 1 if self._is_within_line else 0
+        self._offset += whole  # nothing, where the last line is torn
+        self._is_within_line = False
+        return content[begin:whole], is_other
 
     def samples(self, count: int, each_bytes: int = 4096) -> bytes:
         """Whole lines from `count` places spread evenly over the file. Does not move the reader."""
@@ -77,11 +85,6 @@ class JsonLines:
         finally:
             os.close(fd)
 
-    @staticmethod
-    def _line_after(fd: int, offset: int) -> int:
-        part = os.pread(fd, MAX_LINE_BYTES, offset)
-        return offset + part.find(b"\n") + 1
-
 
 _decoder = msgspec.json.Decoder()
 
@@ -90,7 +93,7 @@ def objects(lines: bytes) -> list[dict[str, Any]]:
     """The objects in whole lines, without the lines that hold none."""
     try:
         found = _decoder.decode_lines(lines)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = list(_one_by_one(lines))
     return [each for each in found if isinstance(each, dict)]
 
@@ -99,5 +102,5 @@ def _one_by_one(lines: bytes) -> Iterator[Any]:
     for line in lines.splitlines():
         try:
             yield _decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue

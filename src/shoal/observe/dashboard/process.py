@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from shoal.errors import ConfigError
 
@@ -63,8 +64,8 @@ class Address:
         return {f"{name}:{self.port}" for name in bracketed} | (bracketed if self.port == 80 else set())
 
 
-def listen(host: str = LOOPBACK, port: int | None = None) -> Address:
-    """Bind the port asked for, or the next free one."""
+def listen(host: str = LOOPBACK, port: int | None = None, *, option: str = "--port") -> Address:
+    """Bind the port asked for, or the next free one. `option`: by which the user chooses one."""
     first = PORT if port is None else port
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
@@ -90,7 +91,7 @@ def listen(host: str = LOOPBACK, port: int | None = None) -> Address:
         return Address(listener, host, found, secrets.token_urlsafe(24), note.strip())
     raise ConfigError(
         f"the dashboard cannot listen on {host}: {error.strerror or error if error else 'no port'} (ports {first} to "
-        f"{min(first + TRIED_PORTS, 65536) - 1} were tried). Nothing was started; choose another with --dashboard-port, or an "
+        f"{min(first + TRIED_PORTS, 65536) - 1} were tried). Nothing was started; choose another with {option}, or an "
         "address of this machine."
     )
 
@@ -126,7 +127,7 @@ def serve(root: Path, address: Address) -> None:
 @contextlib.contextmanager
 def beside(root: Path, *, host: str = LOOPBACK, port: int | None = None) -> Iterator[str]:
     """A dashboard of one run in a process of its own, for as long as the context lasts. Gives what to tell the user."""
-    address = listen(host, port)
+    address = listen(host, port, option="--dashboard-port")
     command = [sys.executable, "-m", "shoal.observe.dashboard", str(root), str(address.listener.fileno())]
     child = subprocess.Popen(
         command,
@@ -144,7 +145,8 @@ def beside(root: Path, *, host: str = LOOPBACK, port: int | None = None) -> Iter
             pipe.write(json.dumps(said).encode() + b"\n")
             pipe.flush()
         note = f"{address.note} " if address.note else ""
-        yield f"{note}dashboard: {address.url(f'/run/{root.name}')}"
+        page = f"/run/{quote(root.name, safe='')}"
+        yield f"{note}dashboard: {address.url(page)}"
     finally:
         with contextlib.suppress(OSError):
             pipe.close()

@@ -14,6 +14,7 @@ import contextlib
 import hmac
 import importlib.util
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 
 from shoal.cluster.launch import run_directory
-from shoal.observe import drawing, runs
+from shoal.observe import runs
 from shoal.observe.dashboard import prometheus, views
 from shoal.observe.dashboard.feed import RunFeed
 
@@ -39,7 +40,7 @@ COOKIE = "shoal_dashboard"
 POLL_EVERY_S = 0.5
 HEARTBEAT_S = 15.0
 MAX_COMPARED = 12
-MAX_FEEDS = 32
+MAX_FEEDS = 12
 """Runs whose curves are kept in memory; of others only what their list shows is read."""
 
 SECURITY_HEADERS = {
@@ -69,6 +70,8 @@ class Library:
     """A directory of runs, or one run."""
 
     feeds: dict[str, RunFeed] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of `feeds`: requests are answered in several threads."""
 
     @property
     def is_one_run(self) -> bool:
@@ -83,10 +86,11 @@ class Library:
         path = self._path(name)
         if path is None:
             raise HTTPException(404, f"there is no run '{name[:80]}' here")
-        feed = self.feeds.pop(name, None) or RunFeed(path)
-        self.feeds[name] = feed  # the newest last
-        while len(self.feeds) > MAX_FEEDS:
-            del self.feeds[next(iter(self.feeds))]
+        with self.lock:
+            feed = self.feeds.pop(name, None) or RunFeed(path)
+            self.feeds[name] = feed  # the newest last
+            while len(self.feeds) > MAX_FEEDS:
+                del self.feeds[next(iter(self.feeds))]
         return feed
 
     def is_alive(self, name: str) -> bool:
@@ -248,7 +252,7 @@ class Dashboard:
         def read() -> str:
             with feed.lock:
                 _refresh(feed)
-                return drawing.svg(feed.graph)
+                return feed.drawing()
 
         return Response(await run_in_threadpool(read), media_type="image/svg+xml")
 

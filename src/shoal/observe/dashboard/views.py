@@ -33,6 +33,9 @@ GROUPS = {
 }
 """Kinds of spans as a lane shows them."""
 
+OUTSIDE = "outside"
+"""Time in none of the groups."""
+
 _GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
 
 Values = dict[str, Any]
@@ -52,7 +55,7 @@ def head(feed: RunFeed) -> Values:
         "workers": feed.config.get("workers"),
         "servers": feed.config.get("servers") or 0,
         "script": " ".join(
-            str(part) for part in [feed.config.get("script", "-"), *feed.config.get("args", [])]
+            str(part) for part in [feed.config.get("script", "-"), *(feed.config.get("args") or [])]
         ),
         "started": feed.config.get("started"),
         "ended": summary.get("ended"),
@@ -81,7 +84,7 @@ def progress(feed: RunFeed) -> Values:
     return {
         "step": step,
         "num_steps": num_steps or (step if is_over else None),
-        "epoch": feed.last.get("epoch", len(feed.epochs) or None),
+        "epoch": _epoch(feed),
         "num_epochs": told.get("num_epochs"),
         "done": min(1.0, done) if done is not None else None,
         "loss": feed.last.get("loss"),
@@ -93,6 +96,14 @@ def progress(feed: RunFeed) -> Values:
         and (feed.summary.get("ended") or feed.state is runs.RunState.ALIVE)
         else None,
     }
+
+
+def _epoch(feed: RunFeed) -> int | None:
+    """The epoch that is being trained, or was last, counted from one; files count from zero."""
+    epoch = _count(feed.last.get("epoch"))
+    if epoch is None and feed.epochs:
+        epoch = len(feed.epochs) - (feed.state is not runs.RunState.ALIVE)
+    return epoch + 1 if epoch is not None else None
 
 
 def _told(feed: RunFeed) -> Values:
@@ -153,7 +164,7 @@ def _learning(feed: RunFeed) -> Values:
     change = f"loss {_short(first)} → {_short(last)}"
     if last >= first:
         return {"answer": f"no: {change}", "level": "bad"}
-    if last >= before * 0.999:
+    if before - last <= 0.001 * abs(before):
         return {"answer": f"{change}; hardly any more in the last tenth", "level": "fair"}
     return {"answer": f"yes: {change}", "level": "good"}
 
@@ -164,7 +175,7 @@ def _fast(feed: RunFeed) -> Values:
         return {"answer": "no speed measured yet", "level": "unknown"}
     shares = _shares(feed, _recent_lines)
     total = sum(shares.values())
-    if not total:
+    if not any(shares.get(name) for name in GROUPS):
         return {"answer": f"{_short(speed)} samples/s", "level": "fair"}
     busy = shares.get("compute", 0.0) / total
     level = "good" if busy >= 0.7 else "fair" if busy >= 0.4 else "bad"
@@ -179,8 +190,10 @@ def _bottleneck(feed: RunFeed) -> Values:
         return {"answer": f"{', '.join(slow[:3])}: far slower than the others", "level": "bad"}
     shares = _shares(feed, _recent_lines)
     total = sum(shares.values())
-    if not total:
+    if not any(shares.get(name) for name in GROUPS):
         return {"answer": "no activity recorded", "level": "unknown"}
+    if shares[OUTSIDE] <= 0.3 * total:
+        del shares[OUTSIDE]
     kind, seconds = max(shares.items(), key=lambda item: item[1])
     said = {
         "compute": "computing: more workers, or faster ones, would help",
@@ -188,6 +201,7 @@ def _bottleneck(feed: RunFeed) -> Values:
         "communication": "communication: larger batches, compression or fewer workers",
         "waiting": "waiting for each other or for servers",
         "checkpoint": "writing checkpoints: save less often",
+        OUTSIDE: "code outside of the step: callbacks, metrics, the script between steps",
     }[kind]
     return {"answer": f"{said} ({seconds / total:.0%})", "level": "good" if kind == "compute" else "fair"}
 
@@ -218,7 +232,7 @@ def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
     seen = sorted((name for name in feed.activity if name.startswith("worker-")), key=_numbered)
     names = sorted({*started, *seen}, key=_numbered)
     end = _end(feed, names)
-    lease = runs.leases(list(feed.events)) or feed.summary.get("leases") or {}
+    lease = runs.leases([feed.leases]) or feed.summary.get("leases") or {}
     found = []
     for name in names:
         lines = list(feed.activity.get(name, ()))
@@ -582,11 +596,16 @@ def _recent_lines(feed: RunFeed, name: str) -> list[Values]:
 
 
 def _shares(feed: RunFeed, lines_of: Callable[[RunFeed, str], list[Values]]) -> dict[str, float]:
-    """Seconds of all workers by group."""
+    """Seconds of all workers by group, and those in none."""
     total: Counter[str] = Counter()
     for name in feed.activity:
         if name.startswith("worker-"):
-            total.update(_grouped(lines_of(feed, name)))
+            lines = lines_of(feed, name)
+            if feed.state is not runs.RunState.ALIVE:
+                lines = record.while_training(lines)
+            grouped = _grouped(lines)
+            grouped[OUTSIDE] = max(0.0, _length(lines) - sum(grouped.values()))
+            total.update(grouped)
     return dict(total)
 
 

@@ -25,10 +25,16 @@ export function chart(key, traces, { x = "", y = "", log = false, small = false,
     showlegend: traces.filter((trace) => trace.showlegend !== false).length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11.5 } },
     uirevision: key, barmode: "group", shapes, bargap: 0.25,
   };
-  const draw = () => window.Plotly.react(div, traces, layout, { displayModeBar: false, responsive: true, locale: "en" });
+  const draw = () => window.Plotly.react(div, traces.map(plain), layout, { displayModeBar: false, responsive: true, locale: "en" });
   // A chart is measured when it is drawn: it has to be in the page then.
   if (isNew || !div.isConnected) requestAnimationFrame(() => { if (div.isConnected) draw(); }); else draw();
   return div;
+}
+
+// Plotly takes names and categories for markup: those of a run are text.
+function plain(trace) {
+  const safe = (value) => (typeof value === "string" ? value.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;") : value);
+  return { ...trace, ...(trace.name === undefined ? {} : { name: safe(trace.name) }), ...(trace.x?.some?.((x) => typeof x === "string") ? { x: trace.x.map(safe) } : {}) };
 }
 
 // A curve with the range of each bucket behind its mean.

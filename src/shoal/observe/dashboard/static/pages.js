@@ -22,7 +22,7 @@ function overview(main, view) {
   const { progress, loss, rate, head } = view;
   const isOver = head.state !== "alive";
   const steps = progress.num_steps ? `of ${count(progress.num_steps)}` : "";
-  const epochs = typeof progress.epoch === "number" ? `epoch ${progress.epoch + (isOver ? 0 : 1) || 1}${progress.num_epochs ? ` of ${progress.num_epochs}` : ""}` : "";
+  const epochs = typeof progress.epoch === "number" ? `epoch ${progress.epoch}${progress.num_epochs ? ` of ${progress.num_epochs}` : ""}` : "";
   const cards = element("div", { class: "cards" },
     card("step", count(progress.step), [steps, epochs].filter(Boolean).join(" · ")),
     card("loss", short(progress.loss, 4), "newest step"),
