@@ -231,9 +231,9 @@ def _first_calls(model: nn.Module, inputs: Tree, roots: set[str]) -> dict[str, t
 
 def _why_different(module: nn.Module, block: Block, call: tuple[Any, Any], cut: Cut) -> str | None:
     # Half precision rounds more than what is looked for.
-    whole, part = (copy.deepcopy(module)._apply(_fine) for _ in range(2))
-    call = map_tensors(_fine, call[0]), map_tensors(_fine, call[1])
+    whole, part = (copy.deepcopy(module)._apply(_fine) for _ in range(2))  # type: ignore[no-untyped-call]
     try:
+        call = map_tensors(_fine, call[0]), map_tensors(_fine, call[1])
         cut(part, block.styles)
         gap = _gap(_step(whole, call), _step(part, call))
     except Exception as error:  # whatever a forward does that takes parts for the whole
