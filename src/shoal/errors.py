@@ -240,6 +240,9 @@ class NonFiniteLoss(TrainingError):
 class LossDoesNotRecombine(TrainingError):
     """A loss whose value over a batch is not made of those of its parts."""
 
+    is_drift = False
+    """Whether it was at first, and what it counts is a guess: a small term beside a mean, a balance of experts say."""
+
     def __init__(
         self,
         *,

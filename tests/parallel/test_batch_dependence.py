@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shoal.collectives.gradients import GradientExchange
 from shoal.errors import ConfigError
 from shoal.parallel.batch_dependence import (
     DRAWS,
@@ -16,6 +19,7 @@ from shoal.parallel.batch_dependence import (
     refuse_gradient_hooks,
     watch_randomness,
 )
+from shoal.parallel.own_gradients import OwnGradients, resting
 
 
 class Sampling(nn.Module):
@@ -92,8 +96,49 @@ def test_a_gradient_hook_that_adds_up_over_parts_is_kept_and_another_one_refused
         refuse_gradient_hooks(masked, "fsdp", is_cut=True)
 
 
-def test_a_hook_after_backward_is_refused() -> None:
+def test_a_hook_that_adds_up_but_for_rounding_is_kept_in_any_precision() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        model = nn.Linear(300, 300, dtype=dtype)
+        model.weight.register_hook(lambda gradient: gradient * 0.3)
+        refuse_gradient_hooks(model, "ddp", is_cut=False)
+
+
+def zero_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.zero_()
+
+
+def step_at_once(parameter: torch.Tensor) -> None:
+    parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("hook", [zero_gradient, step_at_once])
+def test_a_hook_after_backward_is_refused_unless_it_only_looks(hook: Callable[..., None]) -> None:
+    seen: list[float] = []
     model = nn.Linear(4, 4)
-    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    weight = model.weight.detach().clone()
+    model.weight.register_post_accumulate_grad_hook(
+        lambda parameter: seen.append(float(parameter.grad.norm()))
+    )
+    refuse_gradient_hooks(model, "ddp", is_cut=False)
+    assert seen
+    assert model.weight.grad is None
+    assert torch.equal(model.weight, weight)
+    model.weight.register_post_accumulate_grad_hook(hook)
     with pytest.raises(ConfigError, match="before it is summed"):
         refuse_gradient_hooks(model, "ddp", is_cut=False)
+
+
+def test_hooks_of_an_earlier_trainer_are_none_of_the_scripts() -> None:
+    model = nn.Linear(4, 4)
+    GradientExchange(list(model.named_parameters()), sparse=frozenset())
+    own = OwnGradients(model)
+    own.weight = 0.5
+    refuse_gradient_hooks(model, "ddp", is_cut=False)
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.bias.grad is not None
+    assert model.bias.grad.tolist() == [0.5] * 4
+    model.zero_grad()
+    with resting():  # while another one runs
+        model(torch.ones(1, 4)).sum().backward()
+    assert model.bias.grad.tolist() == [1.0] * 4

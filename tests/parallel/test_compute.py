@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,8 @@ from torch import Tensor, nn
 from shoal.data.slice import Slice, bounds
 from shoal.errors import ConfigError, LossDoesNotRecombine
 from shoal.parallel.compute import Compute, ModelCall, blocks, place, run_again
-from shoal.parallel.loss import loss_rule
-from shoal.parallel.protocol import LossSum, TrainJob
+from shoal.parallel.loss import StepLoss, loss_rule
+from shoal.parallel.protocol import LossSum, TrainJob, Turn
 
 X = torch.arange(24, dtype=torch.float64).reshape(8, 3) / 10
 Y = X[:, :1].sin()
@@ -233,9 +235,9 @@ def test_where_forward_is_collective_every_rank_runs_the_check_as_often(num_loca
     if num_local == 1:
         batch = dataclasses.replace(batch, batch={k: v[:1] for k, v in batch.batch.items()}, num_local=1)
     run = Compute(job, check_loss=True, borrowed_run_back=True)
-    for step in range(2):
+    for step in range(3):
         run.forward_backward(batch, rank=0, step=step)
-    assert seen == [True, False, False, False, True]
+    assert seen == [*[True, False, False, False] * 2, True]  # at powers of two
 
 
 def test_where_forward_is_collective_a_loss_that_compares_samples_is_refused() -> None:
@@ -361,3 +363,38 @@ def test_what_cannot_run_again_is_refused(wanted: bool | list[str], says: str) -
 def test_patterns_choose_layers_and_the_outer_of_two_nested() -> None:
     model = nn.Sequential(block(), block())
     assert run_again(model, ["1", "1.0", "0.4"]) == ["1", "0.4"]
+
+
+def turns(training_step: Any) -> tuple[Compute, TrainJob]:
+    job = TrainJob(model=linear(), loss=StepLoss(), build_optimizer=None, seed=7, training_step=training_step)
+    return Compute(job, check_loss=True), job
+
+
+def test_the_loss_of_each_turn_is_checked() -> None:
+    def training_step(model: nn.Module, batch: Any, name: str) -> Tensor:
+        made = model(batch[0])
+        return made.mean() if name == "mean" or num_steps < 4 else made.std()
+
+    run, job = turns(training_step)
+    for num_steps in range(1, 4):
+        for name in ("std", "mean"):
+            job.turn = Turn(name, ())
+            run.forward_backward(part(), rank=0, step=num_steps)
+    job.turn, num_steps = Turn("std", ()), 4
+    with pytest.raises(LossDoesNotRecombine):
+        run.forward_backward(part(), rank=0, step=num_steps)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random])
+def test_a_step_that_draws_for_each_call_is_no_mismatch_and_draws_as_without_the_check(draw: Any) -> None:
+    def training_step(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).mean() * draw()
+
+    random.seed(3)
+    np.random.seed(3)
+    draw()
+    expected = draw()
+    random.seed(3)
+    np.random.seed(3)
+    turns(training_step)[0].forward_backward(part(), rank=0, step=0)
+    assert draw() == expected

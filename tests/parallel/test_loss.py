@@ -307,3 +307,22 @@ def test_a_key_of_the_inputs_is_the_target_of_no_option_of_the_loss() -> None:
         inputs, target = split_target(batch)
         total, count = rule(rule.run(logits, inputs, N, N), target, N, N)
         torch.testing.assert_close(total / count, logits().mean() * factor)
+
+
+def test_a_models_own_loss_that_ceases_to_recombine_is_told_apart() -> None:
+    rule, values = loss_rule("model"), torch.arange(8.0)
+    parts = [(values, 8), (values[:4], 4), (values[4:], 4)]
+    with pytest.raises(LossDoesNotRecombine) as first:
+        rule.check_forward(lambda x: x.std() * 1.0, parts, 8, values)
+    assert not first.value.is_drift
+    rule.check_forward(lambda x: x.mean() * 1.0, parts, 8, values)
+    with pytest.raises(LossDoesNotRecombine) as later:
+        rule.check_forward(lambda x: x.std() * 1.0, parts, 8, values)
+    assert later.value.is_drift
+
+
+def test_a_small_mean_over_many_may_be_rounded() -> None:
+    rule, values = loss_rule("model"), torch.full((8, 1), 1e-4, dtype=torch.bfloat16)
+    values[4:] = -1.01e-4
+    parts = [(values, 4000), (values[:4], 2000), (values[4:], 2000)]
+    rule.check_forward(lambda x: x.mean() * 1.0, parts, 8, values)

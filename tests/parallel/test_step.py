@@ -13,7 +13,7 @@ from torch import nn
 
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import ControlFlags, TrainJob
-from shoal.parallel.step import clip, contribution, decide, drop_gradients, gradients_of, scale
+from shoal.parallel.step import clip, contribution, decide, drop_gradients, gradients_of, merge_turns, scale
 
 
 def vector_of(losses: list[float], counts: list[float], wishes: list[ControlFlags]) -> torch.Tensor:
@@ -127,3 +127,14 @@ def test_a_loss_that_is_not_finite_is_left_out() -> None:
     told, factor = clip(job, verdict(loss_total=math.nan), [parameter.grad], 4)
     assert (told.applied, told.nonfinite[0][0], factor) == (False, 0, 0.0)
     assert torch.equal(parameter, torch.zeros(2))
+
+
+def test_a_turn_that_was_left_out_has_no_part_in_the_loss_of_its_step() -> None:
+    applied, spoilt = (decide(vector_of([loss], [4.0], [ControlFlags()])) for loss in (8.0, math.nan))
+    for turns in ([applied, spoilt], [spoilt, applied]):
+        merged = merge_turns(turns)
+        assert (merged.loss, merged.loss_total, merged.count) == (2.0, 8.0, 4.0)
+        assert merged.applied
+        assert merged.nonfinite
+    assert merge_turns([applied, applied]).loss == 4.0
+    assert math.isnan(merge_turns([spoilt, spoilt]).loss)

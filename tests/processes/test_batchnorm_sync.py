@@ -60,6 +60,7 @@ def known(launch_script: Callable[..., Any], strategy: str, workers: int, **opti
         ("fsdp", 3, {}),
         ("pp", 2, {}),
         ("pp=2,fsdp=2", 4, {"schedule": "zero-bubble"}),
+        ("dp=2,tp=2", 4, {}),
         *matrix_only(("dp=2,pp=2", 4, {})),
     ],
 )

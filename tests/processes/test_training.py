@@ -155,3 +155,30 @@ def test_layers_that_depend_on_the_cut_are_named_once(launch_script: Launch) -> 
     assert done.exit_code == 0
     assert done.stderr.count("note: 1 (BatchNorm1d): each worker normalises its own slice") == 1
     assert done.stderr.count("note: 2 (Dropout): each worker draws its own numbers") == 1
+
+
+TWICE = """
+import json, torch, shoal
+from torch import nn
+
+draw = torch.Generator().manual_seed(0)
+x = torch.randn(20, 3, generator=draw, dtype=torch.float64)
+data = shoal.Dataset.from_arrays((x, x.sum(1, keepdim=True))).batch(7)
+torch.manual_seed(0)
+model, told = nn.Linear(3, 1).double(), []
+for _ in range(2):
+    trainer = shoal.Trainer(model, loss=nn.MSELoss(), optimizer=lambda params: torch.optim.Adam(params, lr=0.1))
+    trainer.fit(data, epochs=1)
+    told.append(trainer.evaluate(data)["loss"].hex())
+told.append(shoal.Trainer(model, loss=nn.MSELoss()).evaluate(data)["loss"].hex())
+if shoal.rank() == 0:
+    print("result", json.dumps(told))
+"""
+
+
+def test_a_second_trainer_takes_the_model_of_the_first(launch_script: Launch) -> None:
+    alone = launch_script(TWICE, workers=1).printed()
+    for options in ({"workers": 3}, {"workers": 2, "servers": 1, "strategy": "ps"}):
+        several = launch_script(TWICE, **options).printed()
+        assert several == pytest.approx(alone, rel=1e-9)
+        assert several[1] == several[2]

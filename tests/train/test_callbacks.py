@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import math
@@ -26,7 +27,9 @@ from shoal.callbacks import (
 )
 from shoal.config import job
 from shoal.errors import ConfigError
+from shoal.train.callbacks.average import WeightAverage
 from shoal.train.callbacks.base import CallbackList, StepLogs
+from shoal.train.calls import build_optimizer
 from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint
 
 STEPS_PER_EPOCH = 5
@@ -535,6 +538,13 @@ class Clamps(Callback):
             trainer.model.weight.clamp_(-0.1, 0.1)
 
 
+class ClampsData(Callback):
+    """By way of `.data`, of which torch keeps no count."""
+
+    def on_epoch_end(self, trainer: Any, logs: Any) -> None:
+        trainer.model.weight.data.clamp_(-0.1, 0.1)
+
+
 class Freezes(Callback):
     def on_step_end(self, trainer: Any, logs: Any) -> None:
         trainer.model.weight.requires_grad_(False)
@@ -586,3 +596,59 @@ def test_a_change_on_every_rank_is_lost_only_where_weights_are_on_servers(monkey
     CallbackList([Clamps()], rank=1).call("on_step_end", of_workers(3), None)
     with pytest.raises(ConfigError, match="live on servers"):
         CallbackList([Clamps()], rank=1).call("on_step_end", of_workers(3, served=True), None)
+
+
+def test_a_change_by_way_of_data_is_noticed_too() -> None:
+    callbacks, trainer = CallbackList([ClampsData(), Reads()], rank=0), of_workers(3)
+    with torch.no_grad():
+        trainer.model.bias.fill_(math.nan)  # which is not unlike itself
+    with pytest.raises(ConfigError, match="changed weights"):
+        callbacks.call("on_epoch_end", trainer, {})
+    trainer.step = 4
+    callbacks.call("on_step_end", trainer, None)
+
+
+class Averaged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.average = copy.deepcopy(self.layer).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_an_average_moves_with_each_update_of_the_last_turn_while_a_fit_lasts() -> None:
+    model, callback = Averaged(), WeightAverage("average", of="layer", decay=0.5)
+    trainer: Any = of_workers(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.strategy.optimizer, trainer.train_job.model = optimizer, model
+    first, last = object(), object()
+    trainer.turns = [first, last]
+    model(torch.ones(2, 3)).sum().backward()
+    expected = model.average.weight.clone()
+    for _ in range(2):
+        callback.on_fit_begin(trainer)
+        for turn in (first, last):
+            trainer.train_job.turn = turn
+            optimizer.step()
+        expected = expected.lerp(model.layer.weight, 0.5)
+    assert torch.equal(model.average.weight, expected)
+    callback.on_fit_end(trainer)
+    optimizer.step()
+    assert torch.equal(model.average.weight, expected)
+
+
+def test_adagrads_of_one_trainer_begin_with_sums_of_their_own() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(2, 1), "other": nn.Linear(2, 1)})
+    whole = build_optimizer(
+        {
+            name: lambda params, first=first: torch.optim.Adagrad(params, initial_accumulator_value=first)
+            for name, first in (("one", 0.5), ("other", 2.0))
+        },
+        model,
+    )
+    assert [float(whole.state[p]["sum"].max()) for p in model.parameters()] == [0.5, 0.5, 2.0, 2.0]
+    model["one"](torch.ones(1, 2)).sum().backward()
+    model["other"](torch.ones(1, 2)).sum().backward()
+    whole.step()

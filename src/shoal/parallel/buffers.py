@@ -28,7 +28,7 @@ class RunningStatistics:
         self._buffers: list[Tensor] = []
         self._counters: list[Tensor] = []
         for module in model.modules():
-            if isinstance(module, SyncedBatchNorm):
+            if isinstance(module, SyncedBatchNorm) and own_channels(module) is None:
                 continue  # every rank computes the same
             if isinstance(module, _BatchNorm) and module.running_mean is not None:
                 assert module.running_var is not None

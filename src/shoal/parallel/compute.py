@@ -11,10 +11,13 @@ import contextlib
 import fnmatch
 import functools
 import inspect
+import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,7 +29,7 @@ from shoal.data.slice import LABELS, Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, map_tensors
 from shoal.embedding.hash_embedding import HashEmbedding
 from shoal.errors import ConfigError, LossDoesNotRecombine, TrainingError
-from shoal.parallel import gathering
+from shoal.parallel import gathering, own_gradients
 from shoal.parallel.protocol import LossSum, TrainJob
 from shoal.runtime.seeds import mix
 
@@ -244,8 +247,10 @@ class Compute:
         self._call = ModelCall(job.model, compile=job.compile)
         self._step_call = StepCall(job) if job.training_step is not None else None
         self._tells_graphs = job.compile
-        self._next_check = 1 if check_loss else 0
-        self._num_steps = 0  # of this process
+        self._checks_loss = check_loss
+        # Of this process, by the turn: each optimizer has a loss of its own.
+        self._num_steps: Counter[str | None] = Counter()
+        self._next_check: dict[str | None, int] = {}
         self.gathers = False
         """Whether the newest loss was computed from rows of all workers: then backward is collective."""
         if job.checkpoint_activations:
@@ -266,7 +271,7 @@ class Compute:
         last backward, when everything but the gradients is known.
         """
         job = self._job
-        self._num_steps += 1
+        self._num_steps[self._turn] += 1
         if not job.model.training:
             job.model.train()
         others = job.turn.others if job.turn is not None else ()
@@ -274,7 +279,8 @@ class Compute:
             for parameter in others:
                 parameter.requires_grad_(False)
         try:
-            return self._forward_backward(batch, rank=rank, step=step, before_backward=before_backward)
+            with own_gradients.resting():
+                return self._forward_backward(batch, rank=rank, step=step, before_backward=before_backward)
         finally:
             for parameter in others:
                 parameter.requires_grad_(True)
@@ -316,7 +322,7 @@ class Compute:
                 job.loss.check(output, target, piece.num_local, weight)
                 if not self._forward_is_collective:
                     self._check_forward(piece)
-                self._next_check = 2 * self._num_steps
+                self._next_check[self._turn] = 2 * self._num_steps[self._turn]
             if not piece.borrowed:
                 totals.append(total.detach())
                 count += piece_count
@@ -336,17 +342,22 @@ class Compute:
                 (total / batch.num_global).backward()  # type: ignore[no-untyped-call]
             elif self._borrowed_run_back or self.gathers:
                 (total * 0.0).backward()  # type: ignore[no-untyped-call]
-        is_first = self._num_steps == 1 or job.checks_every_loss
-        if self._forward_is_collective and self._next_check and is_first and not self.gathers:
-            # On every rank, whatever it has; after backward, for which fsdp counts forwards.
+        is_due = self._num_steps[self._turn].bit_count() == 1 or job.checks_every_loss
+        if self._forward_is_collective and self._checks_loss and is_due and not self.gathers:
+            # On every rank, whatever it has, at powers of two; after backward, for which fsdp counts forwards.
             self._check_forward(piece)
             let_go_of_gathered(job.model)
         return contributed
 
     @property
+    def _turn(self) -> str | None:
+        return self._job.turn.name if self._job.turn is not None else None
+
+    @property
     def _is_check_due(self) -> bool:
         """At the first step and ever more rarely: a mask may leave the first batches whole."""
-        return bool(self._next_check) and (self._job.checks_every_loss or self._num_steps >= self._next_check)
+        is_due = self._num_steps[self._turn] >= self._next_check.get(self._turn, 1)
+        return self._checks_loss and (self._job.checks_every_loss or is_due)
 
     def _check_forward(self, piece: Slice) -> None:
         """A model's own loss, once more of the slice and of its halves, in evaluation mode and without a trace.
@@ -440,21 +451,38 @@ def check_loss_in_forward(
         torch.no_grad(),
         autocast(job),
     ):
-        before = _generators(device)
+        before, of_host = _generators(device), (random.getstate(), np.random.get_state())
         buffers = [(buffer, buffer.clone()) for buffer in job.model.buffers()]
         try:
             job.loss.check_forward(call, parts, num_global, like)
         except RuntimeError as error:  # a step that differentiates, which it cannot do here
             if job.training_step is None or "does not require grad" not in str(error):
                 raise
-        except LossDoesNotRecombine:
+        except LossDoesNotRecombine as error:
             # Else halves drew other numbers than the whole, or there were none.
-            if compares and all(map(torch.equal, before, _generators(device))):
-                raise
+            is_still = random.getstate() == of_host[0] and all(
+                map(np.array_equal, np.random.get_state(), of_host[1])
+            )
+            if compares and is_still and all(map(torch.equal, before, _generators(device))):
+                if not error.is_drift:
+                    raise
+                _note_drift()
         finally:
+            random.setstate(of_host[0])
+            np.random.set_state(of_host[1])
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):  # backward may need it: written to only where forward has
                     buffer.copy_(value)
+
+
+@functools.cache  # once
+def _note_drift() -> None:
+    print(
+        "note: a part of the model's loss has come to compare samples of a batch (a balance of experts, say), and is computed within "
+        "each worker's slice; `shoal verify` shows what that does",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @contextlib.contextmanager

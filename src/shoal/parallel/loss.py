@@ -383,12 +383,14 @@ class OwnLoss(LossRule):
     is_in_forward = True
     outputs_are: OutputKind = "logits"
     named: Mapping[str, tuple[float, float]] = {}
+    _may_drift = True
+    """Whether a loss that recombined at first, and whose count is a guess, may cease to."""
 
     def __init__(self, *, watches: bool) -> None:
         """`watches`: not a compiled model, inside of which nothing can be seen."""
         self._watches = watches
         self._key: str | int | None = None
-        self._has_noted = self._is_guess = False
+        self._has_noted = self._is_guess = self._has_passed = False
 
     def __call__(
         self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
@@ -425,15 +427,18 @@ class OwnLoss(LossRule):
             )
         except TrainingError:
             return  # computes no loss in evaluation mode
-        tolerance = _tolerance(like)
+        tolerance, eps = _tolerance(like), _coarsest(like)
+        # A mean is rounded before it is multiplied by what it counted.
+        slack = max(tolerance * 1e-2, eps) * max(1.0, float(whole[1])), tolerance * 1e-2
         for at, what in enumerate(("sum", "count")):
             value, added = float(whole[at]), sum(float(half[at]) for half in halves)
-            if math.isfinite(value) and not math.isclose(
-                value, added, rel_tol=tolerance, abs_tol=tolerance * 1e-2
-            ):
-                raise LossDoesNotRecombine(
+            if math.isfinite(value) and not math.isclose(value, added, rel_tol=tolerance, abs_tol=slack[at]):
+                refusal = LossDoesNotRecombine(
                     whole=value, recombined=added, name=self.name, is_pair=True, what=what, in_forward=True
                 )
+                refusal.is_drift = self._may_drift and self._has_passed and rule._is_guess
+                raise refusal
+        self._has_passed = True
 
     def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
         """The output with a row (sum, count) in place of the loss."""
@@ -491,6 +496,7 @@ class StepLoss(OwnLoss):
     """The loss that a `training_step` of the user's returns: a mean over samples, or a pair (sum, count)."""
 
     name = "training_step"
+    _may_drift = False
 
     def __init__(self) -> None:
         super().__init__(watches=True)
@@ -682,8 +688,12 @@ def _part(output: Tree, target: Tree, begin: int, end: int, num_samples: int) ->
 
 def _tolerance(output: Tree) -> float:
     """What rounding may do to a mean, in the coarsest precision among the outputs: 1e-3 in float32, 6e-2 in bf16."""
-    coarsest = max((torch.finfo(t.dtype).eps for t in tensors(output) if t.is_floating_point()), default=1e-7)
+    coarsest = _coarsest(output)
     return 1e-6 if coarsest < 1e-12 else max(1e-3, 8 * coarsest)
+
+
+def _coarsest(output: Tree) -> float:
+    return max((torch.finfo(t.dtype).eps for t in tensors(output) if t.is_floating_point()), default=1e-7)
 
 
 def _elements(loss: Any, output: Tensor, target: Tensor) -> float:

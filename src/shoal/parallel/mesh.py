@@ -323,7 +323,12 @@ class MeshParallel(Ddp):
         job, trial = self._job, Trial()
         if job.first_inputs is not None and not self._sequence:
             inputs = place(job.first_inputs(), job.device, job.cast_inputs)
+            at_rest = [module for module in model.modules() if not module.training]
+            if not model.training:
+                model.train()  # as the first step does: what draws random numbers is to be seen
             trial = tensor_cut.try_blocks(model, mesh["tp"], inputs)
+            for module in at_rest:
+                module.training = False
         notes = trial.notes()
         if TorchVersion(torch.__version__) < "2.13":
             notes.append(

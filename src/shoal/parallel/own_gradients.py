@@ -7,13 +7,27 @@ script wrote from those that backward left. Exchanges nothing: `ddp.py` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+
+_rests = False
+
+
+@contextlib.contextmanager
+def resting() -> Iterator[None]:
+    """Within it a Trainer runs, perhaps on a model that a loop was set up with before: its gradients are none of the loop's."""
+    global _rests
+    before, _rests = _rests, True
+    try:
+        yield
+    finally:
+        _rests = before
 
 
 class OwnGradients:
@@ -110,6 +124,8 @@ class OwnGradients:
         name, parameter = self._watched[number]
 
         def weigh(gradients: tuple[Tensor | None]) -> tuple[Tensor | None] | None:
+            if _rests:
+                return None
             if self._sums and number in self._sums:
                 if parameter.grad is not None and _is_anything(parameter.grad):
                     raise _after_the_sum(name)
@@ -127,6 +143,8 @@ class OwnGradients:
 
     def _note(self, number: int) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
+            if _rests:
+                return
             self.num_backwards += 1
             if parameter.grad is not None:
                 self._left[number] = _standing(parameter.grad)

@@ -64,15 +64,20 @@ def decide(vector: Tensor, *, grad_norm: float | None = None) -> StepResult:
 
 
 def merge_turns(results: Sequence[StepResult]) -> StepResult:
-    """The result of a step in which several optimizers took turns: the loss is the sum of theirs, the norm the last one's."""
+    """The result of a step in which several optimizers took turns: the norm is the last one's, the loss the sum of theirs.
+
+    A turn that was left out has no part in it, unless all were.
+    """
     if len(results) == 1:
         return results[0]
     last = results[-1]
-    loss = sum(each.loss for each in results)
+    counted = [each for each in results if each.applied] or results
+    loss, count = sum(each.loss for each in counted), counted[-1].count
     return dataclasses.replace(
         last,
         loss=loss,
-        loss_total=loss * last.count,
+        loss_total=loss * count,
+        count=count,
         applied=any(each.applied for each in results),
         stop=any(each.stop for each in results),
         checkpoint=any(each.checkpoint for each in results),

@@ -245,6 +245,7 @@ def _build_as_one(given: Mapping[str, OptimizerFactory], model: nn.Module) -> to
         else:
             for group in built.param_groups:
                 whole.add_param_group(group)
+            whole.state.update(built.state)  # Adagrad has some from the beginning
     assert whole is not None
     return whole
 

@@ -147,7 +147,8 @@ class Trainer:
             loss: called as `loss(output, target)`, or `loss(output)` where batches have no target. May return a dict of named
                 parts, of which "loss" is trained and all are logged. "model" takes the loss that the model's forward returns.
             training_step: in the place of `loss`: called as `training_step(model, batch)`, with this worker's slice, and returns a
-                mean over its samples, or a pair (sum, count). It decides what of the model is run, and how often.
+                mean over its samples, or a pair (sum, count). It decides what of the model is run, and how often. To check its
+                loss, it is called again on the slice and its halves at steps 1, 2, 4, 8 and so on.
             optimizer: a function of the parameters, `lambda params: torch.optim.Adam(params)`, or an instance. With a
                 `training_step`, also a dict of functions by the name of a part of the model, `{"critic": ..., "generator": ...}`:
                 each updates its part in turn, by the loss of `training_step(model, batch, name)`.

@@ -83,3 +83,39 @@ def test_a_users_plan_of_one_layer_keeps_its_block() -> None:
     assert plan.rows["layers.0.fc1"].style == "replicated"
     assert plan.rows["layers.1.fc1"].style == "colwise"
     assert set(plan.local) == {"layers.1.fc1", "layers.1.fc2", "layers.2.fc1", "layers.2.fc2"}
+
+
+def test_a_block_with_a_hook_inside_is_not_cut() -> None:
+    model = Mlp()
+    model.register_forward_hook(lambda *_: None)  # on the block itself: it sees whole tensors
+    assert [why for _, why in candidates(model, 2)] == [None]
+    model.fc1.register_forward_hook(lambda *_: None)
+    assert ["'fc1' has a hook" in str(why) for _, why in candidates(model, 2)] == [True]
+
+
+def test_a_trial_in_half_precision_sees_what_is_wrong() -> None:
+    def wrong(part: nn.Module, styles: Mapping[str, str]) -> None:
+        part.get_submodule("fc2").weight.data *= 1.1
+
+    model, x = Planned().bfloat16(), torch.randn(5, 4, dtype=torch.bfloat16)
+    assert len(try_blocks(model, x, 2, lambda *_: None).blocks) == 3
+    assert try_blocks(model, x, 2, wrong).blocks == ()
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_model_that_cannot_run_on_a_few_samples_is_left_to_tracing() -> None:
+    class Whole(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+            self.register_buffer("num", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num = self.num + 1
+            return self.mlp(x.view(5, 4))
+
+    model = Whole()
+    trial = try_blocks(model, torch.randn(5, 4), 2, lambda *_: None)
+    assert trial.blocks == ()
+    assert any("was not called" in note for note in trial.notes())
+    assert float(model.num) == 0.0

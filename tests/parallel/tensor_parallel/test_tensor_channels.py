@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.errors import ConfigError
 from shoal.parallel.tensor_parallel.plan import find_plan
 
 
@@ -115,3 +116,29 @@ def test_what_keeps_a_convolution_whole_is_said(kind: str, reason: str) -> None:
     assert plan.rows["first"].style == "replicated"
     assert plan.rows["first"].reason == reason
     assert plan.rows["pair.0"].style == "colwise"
+
+
+def test_layers_with_hooks_see_whole_channels() -> None:
+    seen: list[object] = []
+    model = Residual()
+    model.bn1.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with pytest.raises(ConfigError, match="'conv1': 'bn1' has a hook of the script's own"):
+        styles(model)
+    # What a hook on a container sees, its inner layers do not: they are cut as before.
+    several = nn.Sequential(conv(3, 4), Residual(), conv(4, 4))
+    several[1].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    assert styles(several) == {
+        "0": "replicated", "1.conv1": "colwise", "1.bn1": "channels", "1.conv2": "rowwise", "1.bn2": "replicated",
+        "2": "replicated",
+    }  # fmt: skip
+    assert seen == []
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(4), nn.ZeroPad2d(1)])
+def test_a_pooling_of_more_dims_than_the_image_has_takes_channels_for_one(pool: nn.Module) -> None:
+    def model(between: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Conv1d(3, 8, 3), between, nn.Conv1d(8, 4, 3))
+
+    assert styles(model(nn.MaxPool1d(2))) == {"0": "colwise", "2": "rowwise"}
+    with pytest.raises(ConfigError, match=f"{type(pool).__name__} is not for images of 1 dims"):
+        styles(model(pool))

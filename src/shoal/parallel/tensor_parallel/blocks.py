@@ -8,6 +8,7 @@ the first of the data. One that differs is left to the plan by tracing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ from shoal.data.tree import Tree, map_tensors
 from shoal.data.tree import tensors as tensors_of
 from shoal.parallel.compute import ModelCall, evaluating
 from shoal.parallel.state import first_line, tied_parameters
-from shoal.parallel.tensor_parallel.local import is_transposed, num_features
+from shoal.parallel.tensor_parallel.local import has_hooks, is_transposed, num_features
 
 _OWN_STYLES = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "inside"}
 """Styles of transformers' plans that are ours under another name."""
@@ -124,6 +125,10 @@ def _is_linear(module: nn.Module | None) -> bool:
 
 
 def _why_not(block: Block, modules: Mapping[str, nn.Module], degree: int, tied: set[int]) -> str | None:
+    prefix = f"{block.root}." if block.root else ""
+    for name, module in modules.items():
+        if name != block.root and name.startswith(prefix) and has_hooks(module):
+            return f"'{name}' has a hook of the script's own, which would see a part of the features"
     for name, style in block.names().items():
         module = modules[name]
         if style == "inside":
@@ -197,20 +202,38 @@ def _first_calls(model: nn.Module, inputs: Tree, roots: set[str]) -> dict[str, t
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in roots
     ]
+    buffers = [
+        (module, key, buffer, buffer.clone())
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     few = map_tensors(lambda tensor: tensor[:_NUM_SAMPLES] if tensor.dim() else tensor, inputs)
     try:
         # With gradients: which arguments need one decides what a trial compares.
-        with torch.enable_grad(), evaluating(list(model.modules())), torch.random.fork_rng():
+        # A model that cannot take these few, alike on every rank, is left to the plan by tracing.
+        with (
+            contextlib.suppress(Exception),
+            torch.enable_grad(),
+            evaluating(list(model.modules())),
+            torch.random.fork_rng(),
+        ):
             ModelCall(model)(few)
     finally:
         for hook in hooks:
             hook.remove()
+        for module, key, buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+            module._buffers[key] = buffer
     return calls
 
 
 def _why_different(module: nn.Module, block: Block, call: tuple[Any, Any], cut: Cut) -> str | None:
-    whole, part = copy.deepcopy(module), copy.deepcopy(module)
+    # Half precision rounds more than what is looked for.
+    whole, part = (copy.deepcopy(module)._apply(_fine) for _ in range(2))  # type: ignore[no-untyped-call]
     try:
+        call = map_tensors(_fine, call[0]), map_tensors(_fine, call[1])
         cut(part, block.styles)
         gap = _gap(_step(whole, call), _step(part, call))
     except Exception as error:  # whatever a forward does that takes parts for the whole
@@ -224,6 +247,10 @@ def _why_different(module: nn.Module, block: Block, call: tuple[Any, Any], cut: 
         if draws
         else f"a trial step differs by {gap:.1e}"
     )
+
+
+def _fine(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
 def _step(module: nn.Module, call: tuple[Any, Any]) -> list[Tensor]:
@@ -258,7 +285,8 @@ def _gap(expected: list[Tensor], found: list[Tensor]) -> float | None:
         return float("inf")
     worst = 0.0
     for one, other in zip(expected, found, strict=True):
-        allowed = 10 * torch.finfo(one.dtype).eps ** 0.5
+        eps = torch.finfo(one.dtype).eps
+        allowed = 10 * eps**0.5 if one.itemsize >= 4 else 8 * eps
         scale = max(one.abs().max().item(), 1e-3) if one.numel() else 1.0
         gap = ((one - other).abs().max().item() if one.numel() else 0.0) / scale
         worst = max(worst, gap / allowed) if gap == gap else float("inf")

@@ -11,6 +11,7 @@ keeps it whole.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd, _AvgPoolNd, _MaxPoolNd
 
-from shoal.collectives.sync_batchnorm import SyncedBatchNorm
+from shoal.parallel.tensor_parallel.local import has_hooks
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -78,8 +79,13 @@ class _Tracer(fx.Tracer):
     def __init__(self, is_deep: bool) -> None:
         super().__init__()
         self._is_deep = is_deep
+        self.closed: list[str] = []
+        """Modules with hooks, which would see what passes between their layers and others."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if has_hooks(m):
+            self.closed.append(module_qualified_name)
+            return True
         if isinstance(m, nn.Sequential):
             return False
         is_layer = isinstance(m, (_ConvNd, _BatchNorm)) or type(m).__module__.startswith("torch.nn")
@@ -118,11 +124,14 @@ def _search(module: nn.Module, name: str, degree: int, found: list[ChannelGroup]
         return
     for is_deep in (True, False):
         try:
-            graph = _Tracer(is_deep).trace(module)
+            tracer = _Tracer(is_deep)
+            graph = tracer.trace(module)
         except Exception:  # whatever a user's forward does to a tracer
             continue
         found += _Groups(graph, dict(module.named_modules()), f"{name}." if name else "", degree).found()
         if is_deep:
+            for path in dict.fromkeys(tracer.closed):
+                _search(module.get_submodule(path), f"{name}.{path}" if name else path, degree, found)
             return
         break
     for child_name, child in module.named_children():
@@ -145,6 +154,7 @@ class _Groups:
         called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
         self._repeated = {each for each in called if called.count(each) > 1}
         self._ends: list[tuple[str, str, object]] = []
+        self._num_dims: dict[fx.Node, int] = {}  # of the images, by the convolution they come from
         self._flat: set[fx.Node] = set()  # (batch, features), of which a linear layer takes the channels
 
     def found(self) -> list[ChannelGroup]:
@@ -166,9 +176,23 @@ class _Groups:
     def _visit(self, node: fx.Node) -> None:
         given = node.all_input_nodes
         layer = self._layers.get(str(node.target)) if node.op == "call_module" else None
+        dims = [self._num_dims[each] for each in given if each in self._num_dims]
+        if isinstance(layer, _CONVOLUTIONS):
+            self._num_dims[node] = len(layer.kernel_size)
+        elif dims:
+            self._num_dims[node] = dims[0]
+        why = None
+        if layer is not None and has_hooks(layer):
+            why = f"'{node.target}' has a hook of the script's own, which would see a part of it"
+        elif dims and _dims_said(layer, node) not in (None, dims[0]):
+            what = _name(node) if layer is None else type(layer).__name__
+            why = f"{what} is not for images of {dims[0]} dims, and takes channels for one"
+        if why is not None:
+            for each in (node, *given):
+                self._pin(each, why)
         if isinstance(layer, (*_CONVOLUTIONS, nn.Linear)):
             self._visit_dense(node, layer)
-        elif (
+        elif why is None and (
             (layer is not None and self._keeps_channels(node, layer))
             or (node.op == "call_function" and self._is_function(node))
             or (node.op == "call_method" and self._is_method(node))
@@ -230,10 +254,9 @@ class _Groups:
     def _keeps_channels(self, node: fx.Node, layer: nn.Module) -> bool:
         name = str(node.target)
         if isinstance(layer, _BatchNorm):
-            # timm's has activations within it; a synchronised one sums over ranks that hold other channels.
+            # timm's has activations within it.
             is_known = all(isinstance(each, _EACH_ALONE) for each in layer.children())
-            is_cut = is_known and not isinstance(layer, SyncedBatchNorm) and name not in self._repeated
-            if is_cut and layer.num_features % self._degree == 0:
+            if is_known and name not in self._repeated and layer.num_features % self._degree == 0:
                 self._end("inside", name, node)
                 return True
             return False
@@ -255,7 +278,7 @@ class _Groups:
         if node.target is torch.flatten:
             return _argument(node, 1, "start_dim") == 1 and _argument(node, 2, "end_dim") in (None, -1)
         if node.target in (torch.mean, torch.sum):
-            return _leaves_channels(node)
+            return _leaves_channels(node) and self._num_dims.get(node.all_input_nodes[0]) == 2
         return node.target in _FUNCTIONS
 
     def _is_method(self, node: fx.Node) -> bool:
@@ -265,7 +288,7 @@ class _Groups:
             first, rest = _argument(node, 1, "size"), _argument(node, 2, "rest")
             return len(node.args) == 3 and rest == -1 and isinstance(first, fx.Node) and _is_batch_size(first)
         if node.target in ("mean", "sum"):
-            return _leaves_channels(node)
+            return _leaves_channels(node) and self._num_dims.get(node.all_input_nodes[0]) == 2
         return node.target in _METHODS
 
     # ---- union of values ------------------------------------------------------------------------
@@ -298,6 +321,13 @@ def _leaves_channels(node: fx.Node) -> bool:
     """Whether a reduction is over rows and columns of an image alone, counted from the front or the end of four dims."""
     dims = _argument(node, 1, "dim")
     return isinstance(dims, (tuple, list)) and set(dims) in ({2, 3}, {-1, -2})
+
+
+def _dims_said(layer: nn.Module | None, node: fx.Node) -> int | None:
+    """Dims of the images that a pooling or a padding is for; None where it is for any."""
+    kinds = [kind.__name__ for kind in type(layer).__mro__] if layer is not None else [_name(node)]
+    said = [found for kind in kinds if (found := re.search(r"(?:pool|pad)(\d)d$", kind, re.IGNORECASE))]
+    return int(said[0].group(1)) if said else None
 
 
 def _flattens(node: fx.Node) -> bool:

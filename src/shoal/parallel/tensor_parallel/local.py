@@ -41,6 +41,18 @@ def num_features(module: nn.Module) -> tuple[int, int]:
     return num_in, num_out
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of the script's own. shoal's look at nothing that is cut, and one rank alone may have them."""
+    registered = (
+        module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    )  # fmt: skip
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("shoal.")
+        for hooks in registered
+        for hook in hooks.values()
+    )
+
+
 def placement_of(module: nn.Module, key: str, style: str) -> Placement | None:
     """Where a parameter lies; None where it stays a plain tensor, the same on every rank."""
     if style == "inside":
@@ -101,6 +113,8 @@ class Entrance:
         self._last: tuple[Any, ...] = ()
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        if tensor.is_inference():  # has no version, and no gradient to share
+            return self._ranks.shared(tensor)
         # Weak: a tensor kept here would keep the graph of a whole step.
         key = tensor._version, torch.is_grad_enabled()
         if self._last and self._last[0]() is tensor and self._last[2:] == key:

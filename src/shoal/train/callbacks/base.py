@@ -8,6 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from shoal.errors import ConfigError
 from shoal.parallel.protocol import HoldsCopy
 from shoal.runtime.serialization import unlike
@@ -131,6 +135,7 @@ class CallbackList:
         self._all = sorted(callbacks, key=lambda callback: callback.runs_last)
         self._here = [callback for callback in self._all if callback.ranks == "every" or rank == 0]
         self._standing: list[Any] | None = None
+        self._is_deep = False
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._all)
@@ -145,10 +150,14 @@ class CallbackList:
             if trainer.job.num_workers == 1 or getattr(run, "__module__", "shoal.").startswith("shoal."):
                 run(trainer, *args)
                 continue
-            self._standing = _standing(trainer)
+            # Reading all weights takes time: at every other step only what torch itself counts.
+            self._is_deep = callback.ranks == "zero" and (
+                hook != "on_step_end" or trainer.step.bit_count() == 1
+            )
+            self._standing = _standing(trainer, self._is_deep)
             run(trainer, *args)
             before, self._standing = self._standing, None
-            after = _standing(trainer)
+            after = _standing(trainer, self._is_deep)
             if before != after:
                 changed = [name for name, was, now in zip(_PARTS, before, after, strict=True) if was != now]
                 _refuse_changes(callback, hook, trainer, changed)
@@ -156,7 +165,7 @@ class CallbackList:
     def weights_were_refreshed(self, trainer: Trainer) -> None:
         """shoal itself wrote into the model, while a callback runs."""
         if self._standing is not None:
-            self._standing = _standing(trainer)
+            self._standing = _standing(trainer, self._is_deep)
 
     def has_own(self, hook: str) -> bool:
         """Whether a callback of the user's has this hook."""
@@ -185,17 +194,29 @@ class CallbackList:
 _PARTS = ("weights", "buffers", "requires_grad", "settings of the optimizer")
 
 
-def _standing(trainer: Trainer) -> list[Any]:
-    """What changes when a callback changes the model or the optimizer, in the order of `_PARTS`."""
+def _standing(trainer: Trainer, is_deep: bool) -> list[Any]:
+    """What changes when a callback changes the model or the optimizer, in the order of `_PARTS`.
+
+    With `is_deep` what was written by way of `.data` too, of which torch keeps no count.
+    """
     model, optimizer = trainer.train_job.model, trainer.strategy.optimizer
     parameters = list(model.parameters())
     groups = optimizer.param_groups if optimizer is not None else []
     return [
-        [parameter._version for parameter in parameters],
+        [[parameter._version for parameter in parameters], _norms(parameters) if is_deep else ()],
         [buffer._version for buffer in model.buffers()],
         [parameter.requires_grad for parameter in parameters],
         [{key: str(value) for key, value in group.items() if key != "params"} for group in groups],
     ]
+
+
+@torch.no_grad()
+def _norms(parameters: Sequence[Tensor]) -> list[Any]:
+    # What is here of them: a norm over the ranks would have to be summed by all of them.
+    here = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
+    held = [each for each in here if each.is_floating_point() and not each.is_meta and each.numel()]
+    norms = [float(norm) for norm in torch._foreach_norm(held)] if held else []
+    return [*(each.data_ptr() for each in held), *map(repr, norms)]  # by repr nan is nan
 
 
 def _refuse_changes(callback: Callback, hook: str, trainer: Trainer, changed: list[str]) -> None:
