@@ -51,7 +51,9 @@ def test_hosts_join_a_running_job_and_take_workers_and_servers(
         (out / "go").touch()
         assert scaling.wait(100.0) == 0, job.said()
         assert job.wait() == 0, job.story()
-        assert [each["host"] for each in job.events("worker-started")] == [0, 0, 0, 0, 1, 2]
+        # Two that began, then four over the three hosts, which start theirs at the same time.
+        started = [each["host"] for each in job.events("worker-started")]
+        assert (started[:2], sorted(started[2:])) == ([0, 0], [0, 0, 1, 2])
         facts = json.loads((job.run_dir / "config.json").read_text())["hosts"]
         assert [host["workers"] for host in facts] == [[0, 1], [2], [3]]
         assert [agent.wait(30.0) for agent in job.agents.values()] == [0, 0]

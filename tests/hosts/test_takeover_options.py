@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import SCRIPT, HostsJob
 from namespaces import DISK, Cluster
-from shoal.cli.runs import newest_checkpoint
+from shoal.observe.runs import newest_checkpoint
 from zygote import Zygote
 
 import etcd_members

@@ -132,9 +132,18 @@ def test_a_worker_inherits_no_descriptor_of_another(launch_script: Launch) -> No
         """,
         workers=2,
     )
-    # stdin, the way to the coordinator, stdout and stderr, the connection to the coordinator and to the supervisor, and
-    # rank 0's MASTER_PORT.
-    expected = ["null", "coordinator (deleted)", "pipe", "pipe", "socket", "socket", "socket"]
+    # stdin, the way to the coordinator, stdout and stderr, the connection to the coordinator and to the supervisor,
+    # rank 0's MASTER_PORT, and the file of its own spans.
+    expected = [
+        "null",
+        "coordinator (deleted)",
+        "pipe",
+        "pipe",
+        "socket",
+        "socket",
+        "socket",
+        "worker-0.0.bin",
+    ]
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 

@@ -61,6 +61,9 @@ FROM_SOURCE = {
     "ps_memory": "a server's memory over what it holds, and its growth",
     "ps_quality": "AUC of the relaxed modes against ps at equal samples",
     "data_dynamic": "an epoch with a slow worker: dynamic, equal and measured shares against the ideal",
+    "scaling": "samples/s and CPU time of a step over numbers of workers and servers",
+    "ps_tables": "rows on disk past a memory limit, and compressed pushes and pulls, against neither",
+    "dashboard": "pages of a run of a million steps and 64 workers; samples/s with and without the dashboard",
     "observe_cost": "spans and activity of processes: a step recorded against one that is not",
     "peers": "the click model against other parameter servers; installs them",
 }

@@ -223,7 +223,7 @@ class ScaleWorkers(Message, frozen=True, tag="scale-workers"):
 class ScaleHosts(Message, frozen=True, tag="scale-hosts"):
     """`shoal scale` to supervisor: "so many hosts may be part of the job". Answered by ScaleRefused, or Resized at once."""
 
-    num_hosts: int
+    num_hosts: Count
 
 
 class LeaveHost(Message, frozen=True, tag="leave-host"):
