@@ -54,7 +54,7 @@ def test_help_imports_neither_torch_nor_anything_else_that_is_slow() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """Measured 0.10 s on two idle cores; what the process itself uses counts, so that a busy machine does not."""
+    """Measured 0.14 s on two idle cores, and twice that where others share their caches; torch alone would take seconds."""
 
     def seconds() -> float:
         child = os.posix_spawn(
@@ -64,4 +64,4 @@ def test_help_answers_at_once() -> None:
         assert status == 0
         return used.ru_utime + used.ru_stime
 
-    assert min(seconds() for _ in range(5)) < 0.3
+    assert min(seconds() for _ in range(5)) < 0.6

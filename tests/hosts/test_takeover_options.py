@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from jobs import SCRIPT, HostsJob
 from namespaces import DISK, Cluster
-from shoal.observe.runs import newest_checkpoint
 from zygote import Zygote
 
 import etcd_members
 from etcd_members import EtcdMembers
+from shoal.observe.runs import newest_checkpoint
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)

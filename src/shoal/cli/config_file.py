@@ -7,7 +7,6 @@ came from goes into config.json and `shoal status`.
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,6 +101,8 @@ def _options(ctx: typer.Context, file: Path) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    import tomllib
+
     try:
         with file.open("rb") as opened:
             text = opened.read(LARGEST_BYTES + 1)
