@@ -163,7 +163,7 @@ def test_every_rank_gathers_every_part_between_sums(num_workers: int, sizes: lis
             work = reducer.start_all_reduce(total)
             # Every other element: memory that is not contiguous.
             mine = part(native.rank, number, 2 * size, dtype)[::2]
-            gathered.append(reducer.all_gather(mine))
+            gathered.append(reducer.gather_rows(mine))
             reducer.finish(work, "a sum")
             assert torch.equal(total, in_rank_order(num_workers, number, 70, torch.float32))
         return gathered

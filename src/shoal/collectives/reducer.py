@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -337,13 +337,24 @@ def _run(works: queue.SimpleQueue[Any]) -> None:
         work.done.set()
 
 
+@runtime_checkable
+class GathersRows(Protocol):
+    """A Reducer with a way of its own for the all-gathers of a step."""
+
+    def gather_rows(self, tensor: Tensor) -> list[Tensor]: ...
+
+
+def gather_rows(group: Reducer, tensor: Tensor) -> list[Tensor]:
+    return group.gather_rows(tensor) if isinstance(group, GathersRows) else group.all_gather(tensor)
+
+
 class _RoutedWork(NamedTuple):
     by: Reducer
     under: Any
 
 
 class BySize(OverNative):
-    """All-reduce and all-gather by the first of `parts` whose limit in bytes a tensor keeps; device tensors go to torch.
+    """All-reduce by the first of `parts` whose limit in bytes a tensor keeps; device tensors go to torch.
 
     A function of the size alone, so that every rank takes the same one.
     """
@@ -359,9 +370,8 @@ class BySize(OverNative):
     def finish(self, work: Any, operation: str) -> None:
         work.by.finish(work.under, operation)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        by = self._native if tensor.device.type != "cpu" else self._by(tensor.nbytes)
-        return by.all_gather(tensor)
+    def gather_rows(self, tensor: Tensor) -> list[Tensor]:
+        return gather_rows(self._native if tensor.device.type != "cpu" else self._by(tensor.nbytes), tensor)
 
     def close(self) -> None:
         for _, part in self._parts:

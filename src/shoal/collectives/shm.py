@@ -135,7 +135,7 @@ def use_compiled() -> bool:
 
 
 class Shm(OverNative):
-    """All-reduce and all-gather through shared memory; the rest, and what is not plain CPU memory, by torch's own."""
+    """All-reduce and the gathers of a step through shared memory; the rest, and what is not plain CPU memory, by torch's own."""
 
     def __init__(
         self,
@@ -178,7 +178,9 @@ class Shm(OverNative):
             return self._native.start_all_reduce(tensor)
         return self._start(tensor)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def gather_rows(self, tensor: Tensor) -> list[Tensor]:
+        """An all-gather that is part of a step. What a script calls goes by torch: a rank that calls something else there is found
+        out at the deadline, and not answered with the bytes of a step."""
         if not _is_known(tensor) or self.num_workers < self._native.num_workers:
             return self._native.all_gather(tensor)
         if self.num_workers == 1 or not tensor.numel():

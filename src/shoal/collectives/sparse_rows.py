@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.collectives.reducer import Reducer
+from shoal.collectives.reducer import Reducer, gather_rows
 from shoal.runtime import kernel_cache, row_kernels
 
 _LINE = 64  # bytes: every list begins at a multiple of any number's size
@@ -81,7 +81,7 @@ class RowExchange:
         for table, (keys_at, rows_at) in zip(self._tables, places, strict=True):
             for tensor, at in ((table.keys, keys_at), (table.values, rows_at)):
                 packed[at : at + tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
-        parts = _side_by_side(group.all_gather(packed)) if num_bytes else packed
+        parts = _side_by_side(gather_rows(group, packed)) if num_bytes else packed
         return [
             _merge(parts, num_bytes, *place, self._counts[:, number], table)
             for number, (table, place) in enumerate(zip(self._tables, places, strict=True))
