@@ -149,7 +149,7 @@ class Residual(nn.Module):
         return x + self.layer(x)
 
 def model():
-    built = nn.Sequential(*(Residual() for _ in range(16)))
+    built = nn.Sequential(*(Residual() for _ in range(32)))
     for parameter in built.parameters():  # once more, when all of them are there
         nn.init.normal_(parameter, std=0.001)
     return built
@@ -160,7 +160,7 @@ def figures():
 
 x = torch.zeros(8, WIDTH)
 batches = shoal.Dataset.from_arrays((x, x)).batch(4)
-trainer = shoal.Trainer(model, loss=nn.MSELoss(), pipeline_cut=["5", "11"])
+trainer = shoal.Trainer(model, loss=nn.MSELoss(), pipeline_cut=["10", "21"])
 Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
 before = figures()["VmRSS"]
 trainer.evaluate(batches)
@@ -175,5 +175,6 @@ def test_no_worker_has_the_whole_model_in_memory_while_it_starts(
     done = launch_script(MEMORY, workers=3, strategy=strategy)
     assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
     peaks = [int((tmp_path / f"peak-{rank}").read_text()) for rank in range(3)]
-    # A share of 43 MiB, some of the file's pages, and a layer or two. Built whole, it is 128 MiB and the share.
-    assert max(peaks) < 150, peaks
+    # A share of 85 MiB, some of the file's pages (up to 140 MiB were seen where the process touched them faster than they were
+    # let go of), and a layer or two. Built whole, it is 256 MiB and the share.
+    assert max(peaks) < 280, peaks

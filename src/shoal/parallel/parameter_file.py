@@ -34,7 +34,7 @@ RESIDENT_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 30
 """Address space mapped at once. Disk space is reserved parameter by parameter."""
 
-_CHECK_EVERY_S = 0.005
+_CHECK_EVERY_S = 0.001
 _ALONE = 2  # references to a storage that one tensor has, and the Python object that asks
 
 
