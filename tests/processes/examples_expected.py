@@ -119,7 +119,7 @@ EXAMPLES = [
         exact=True,
     ),
     Example("vae", ["--samples", "2000", "--size", "8"], check_vae, exact=False),
-    Example("gan", [], check_gan),
+    Example("gan", [], check_gan, exact=True),
     Example("custom_loop", ["--samples", "1000"], check_custom_loop, exact=True),
     Example("table_features", ["--rows", "8000", "--out", "out/table"], check_table_features, exact=True),
 ]

@@ -66,7 +66,12 @@ class ParameterFile:
     @contextlib.contextmanager
     def open(self) -> Iterator[ParameterFile]:
         """Within it, this process holds few pages of the file. A tensor that is still in it afterwards stays valid."""
-        thread = threading.Thread(target=self._let_go, name="shoal-parameter-file", daemon=True)
+        others = (
+            _resident_file_bytes()
+        )  # before the thread, which may come to run only when much of the model is built
+        thread = threading.Thread(
+            target=self._let_go, args=(others,), name="shoal-parameter-file", daemon=True
+        )
         thread.start()
         try:
             yield self
@@ -149,20 +154,19 @@ class ParameterFile:
         address = tensor.data_ptr()
         return any(chunk.begin <= address < chunk.begin + chunk.num_bytes for chunk in self._chunks)
 
-    def _let_go(self) -> None:
-        """Drop this process's pages of the file whenever they are more than RESIDENT_BYTES."""
-        with open("/proc/self/statm", "rb", buffering=0) as statm:
+    def _let_go(self, others: int) -> None:
+        """Drop this process's pages of the file whenever they are more than RESIDENT_BYTES beside those of other files."""
+        while not self._ended.wait(_CHECK_EVERY_S):
+            if _resident_file_bytes() - others > RESIDENT_BYTES:
+                for chunk in list(self._chunks):
+                    chunk.let_go()
+                # Libraries grow, too. Not all at once: what was touched again before this line ran is none of theirs.
+                others = min(_resident_file_bytes(), others + RESIDENT_BYTES // 2)
 
-            def of_files() -> int:
-                statm.seek(0)
-                return int(statm.read(256).split()[2]) * self._page_bytes
 
-            others = of_files()
-            while not self._ended.wait(_CHECK_EVERY_S):
-                if of_files() - others > RESIDENT_BYTES:
-                    for chunk in list(self._chunks):
-                        chunk.let_go()
-                    others = of_files()  # libraries grow, too
+def _resident_file_bytes() -> int:
+    with open("/proc/self/statm", "rb", buffering=0) as statm:
+        return int(statm.read(256).split()[2]) * mmap.PAGESIZE
 
 
 class _Chunk:
