@@ -45,7 +45,7 @@ def rows_of(gradient: Tensor) -> Rows:
     if gradient.is_coalesced():
         return Rows(ids, values)
     if not _is_compiled() or values.dtype not in _TYPES or values.dim() != 2:
-        # Not `coalesce`: it adds in the order of a sort that is not stable, which depends on the processor.
+        # Not `coalesce`: it was seen to add duplicates in another order than the batch has.
         known, places = torch.unique(ids, return_inverse=True)
         return Rows(known, torch.zeros_like(values[: len(known)]).index_add_(0, places, values))
     keys, inverse = row_kernels.unique(ids.numpy())
