@@ -27,7 +27,7 @@ def _executable() -> str | None:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not for the session: tests of jobs look for processes that were left behind
 def browser() -> Iterator[Any]:
     if (reason := why_not()) is not None:
         pytest.skip(reason)

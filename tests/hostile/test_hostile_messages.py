@@ -184,11 +184,11 @@ def test_half_open_connections_do_not_keep_others_out() -> None:
     thread.start()
     flood = []
     try:
-        while len(flood) < 300:
+        while len(flood) < 301:
             with contextlib.suppress(BlockingIOError):  # more than wait to be accepted
                 flood.append(unix.connect(path, timeout_s=5.0))
-                flood[-1].sendall(b"SHOL\x01")
-        with unix.connect(path, timeout_s=5.0) as sock:
+                flood[-1].sendall(b"SHOL\x01" if len(flood) < 301 else b"")
+        with flood.pop() as sock:
             sock.sendall(b"".join(encode(Join(0, 0, os.getpid(), 1))))
             assert read_message(sock, timeout_s=5.0)[0] == Joined(0)
     finally:
