@@ -1,1 +1,1 @@
-"""What a run shows of itself: its directory read back, the dashboard, the drawing of its model."""
+"""Readers of run directories: reports, timelines, the dashboard, drawings of models."""

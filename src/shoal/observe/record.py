@@ -1,4 +1,4 @@
-"""What a run recorded of itself, read back: steps, events, activity of its processes and their spans.
+"""Record of a run, read back from its directory: steps, events, activity of its processes and their spans.
 
 Reads only, and takes what is there: a run may be writing at this moment, have
 been killed while it did, or come from a version that wrote less. What is missing
