@@ -24,7 +24,7 @@ def config(**changes: object) -> HostsConfig:
     [
         ({"on": "rey"}, r"there is no engine 'rey'\. .*Nothing was started; there are"),
         ({"on": "mpj"}, r"Did you mean mpi\?"),
-        ({"on": "spark"}, r"Spark is not supported yet\. Nothing was started"),
+        ({"on": "torchrun"}, "torchrun gives no hosts"),
         ({"on": "cloud:gcp"}, r"`shoal cloud render` writes .* Nothing was started"),
         ({"on": "mpi:/no/such/file"}, "names a hostfile that does not exist"),
         ({"on": "mpi", "hosts": "3", "num_workers": 2}, "2 workers cannot be on 3 hosts of mpi"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from engine_jobs import TRAINING, EngineJob, command_lines, differences
 
-from shoal.cli.hosts import own_address
+from shoal.cluster.hosts.engine_hosts import own_address
 
 KEY = "a-key-for-tests-0123456789"
 

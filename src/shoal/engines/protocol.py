@@ -8,8 +8,9 @@ slot runs, the head decides what runs in it. Nothing here imports an engine.
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +19,13 @@ from shoal.errors import ShoalError
 
 KEY_VARIABLE = "SHOAL_JOIN_KEY"
 
-FORWARDED = ("PYTHONPATH", "PATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-"""Variables by which a slot finds the same Python and shoal as the head; it keeps the engine's own for the rest."""
+REACH_TIMEOUT_S = 10.0
+
+FRAME_VARIABLE = "SHOAL_SPARK_FRAME"
+"""Tells a script of `shoal.spark.run` where the rows are and where its model goes."""
+
+FORWARDED = ("PYTHONPATH", "PATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", FRAME_VARIABLE)
+"""Variables by which a slot finds the same Python, shoal and rows as the head; it keeps the engine's own for the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,42 @@ class Ticket:
         """Variables of a slot, the key among them."""
         found = {name: os.environ[name] for name in FORWARDED if name in os.environ}
         return {**found, KEY_VARIABLE: self.key}
+
+
+def join_function() -> Callable[[list[str], dict[str, str]], tuple[int, str]]:
+    """A function that runs `shoal join` in a slot to its end: its exit code and last words.
+
+    Made here so that engines send it by value: the Python of a slot need not have shoal, only that of `shoal join`.
+    """
+
+    def run_join(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+        import ctypes
+        import os
+        import signal
+        import subprocess
+
+        def die_with_slot() -> None:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+        done = subprocess.run(
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            check=False,
+            preexec_fn=die_with_slot,
+        )
+        return done.returncode, " ".join(done.stderr.split())[-500:]
+
+    return run_join
+
+
+def reach(address: str) -> None:
+    """OSError where nobody listens at `scheme://host:port`: engines themselves try for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
 
 
 def words_of(error: Exception) -> str:

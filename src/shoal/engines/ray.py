@@ -16,19 +16,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.config.hosts import Resources
-from shoal.engines.protocol import Ticket
+from shoal.engines.protocol import Ticket, join_function, reach
 from shoal.errors import ConfigError
 
 GB = 1 << 30
-REACH_TIMEOUT_S = 10.0
 
 
 def is_local(detail: str) -> bool:
-    return _connect(detail) == 1
+    return connect(detail) == 1
 
 
 def open_engine(detail: str, ticket: Ticket) -> Ray:
-    return Ray(ticket, is_local=_connect(detail) == 1)
+    return Ray(ticket, is_local=connect(detail) == 1)
 
 
 class Ray:
@@ -123,35 +122,18 @@ class Ray:
 
 def _slot_class() -> type:
     """Class of the actors; made here, so that Ray sends it by value and a node needs nothing but `shoal join`."""
+    run_join = join_function()
 
-    class Slot:
+    class RaySlot:
         """Runs `shoal join`."""
 
         def run(self, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-            import ctypes
-            import os
-            import signal
-            import subprocess
+            return run_join(command, environment)
 
-            def die_with_actor() -> None:
-                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-            done = subprocess.run(
-                command,
-                env={**os.environ, **environment},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                check=False,
-                preexec_fn=die_with_actor,
-            )
-            return done.returncode, " ".join(done.stderr.split())[-500:]
-
-    return Slot
+    return RaySlot
 
 
-def _connect(address: str) -> int:
+def connect(address: str) -> int:
     """Connect to Ray; returns its number of machines. ConfigError where it does not answer."""
     import ray
 
@@ -159,7 +141,7 @@ def _connect(address: str) -> int:
         running = address or os.environ.get("RAY_ADDRESS") or None
         try:
             if running and running not in ("auto", "local"):
-                _reach(running)
+                reach(running)
             try:
                 _init(running or "auto")
             except ConnectionError:
@@ -173,12 +155,6 @@ def _connect(address: str) -> int:
             ) from None
     machines = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
     return 1 if machines == {socket.gethostname()} else max(2, len(machines))
-
-
-def _reach(address: str) -> None:
-    """OSError where nobody listens: Ray itself would try for minutes."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
 
 
 def _init(address: str | None) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import shutil
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +26,9 @@ class EngineSpec:
     package: str = ""
     """Python package of the engine, in shoal's extra of the engine's name."""
 
+    oldest: str = ""
+    """Version of the package that is needed at least."""
+
     program: str = ""
     """Program that has to be there, and where it comes from."""
 
@@ -36,6 +40,14 @@ class EngineSpec:
 
 ENGINES = {
     "ray": EngineSpec("ray", "actors in a placement group", package="ray"),
+    "spark": EngineSpec(
+        "spark",
+        "tasks in executors",
+        package="pyspark",
+        oldest="4.0",
+        program="java",
+        source="apt install openjdk-17-jre-headless",
+    ),
     "kubernetes": EngineSpec(
         "kubernetes", "pods of a JobSet, which `shoal kubernetes render` writes", hosts_join=True
     ),
@@ -53,7 +65,6 @@ ENGINES = {
 
 ELSEWHERE = {
     "cloud": "a cloud is no engine of --on: `shoal cloud render` writes a task file that starts the job there",
-    "spark": "Spark is not supported yet",
 }
 
 
@@ -81,12 +92,21 @@ def load(name: str) -> ModuleType:
             f"--on {name} needs the Python package {spec.package}, which is not installed here. Nothing was started; install it "
             f"with pip install 'shoal[{name}]'."
         )
+    if spec.oldest and _major(found := metadata.version(spec.package)) < _major(spec.oldest):
+        raise ConfigError(
+            f"--on {name} needs {spec.package} {spec.oldest} or newer, and {found} is installed here. Nothing was started; install it "
+            f"with pip install --upgrade 'shoal[{name}]'."
+        )
     if spec.program and shutil.which(spec.program) is None:
         raise ConfigError(
             f"--on {name} needs the program {spec.program}, which is not on PATH. Nothing was started; install it "
             f"({spec.source})."
         )
     return importlib.import_module(f"shoal.engines.{spec.module}")
+
+
+def _major(version: str) -> int:
+    return int(version.split(".")[0])
 
 
 def is_local(said: str) -> bool:

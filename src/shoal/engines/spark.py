@@ -1,0 +1,197 @@
+"""Spark: each host is a barrier stage of one task; `--on spark` starts Spark here, `--on spark:MASTER` joins another.
+
+A driver that has a session already (`shoal.spark.run`) keeps it. Stages have one
+task each because a barrier stage fails as a whole: with one stage for all, the
+death of an executor would take every host with it. The join key is in the
+closure of the task, which Spark shows nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.config.hosts import Resources
+from shoal.engines.protocol import Ticket, join_function, reach, words_of
+from shoal.errors import ConfigError
+
+END_S = 5.0
+"""From the job's end to the end of its tasks, before they are cancelled."""
+
+EXECUTOR_MEMORY = "512m"
+"""Of an executor's JVM, which only waits: the host's memory is outside of it."""
+
+
+def is_local(detail: str) -> bool:
+    active = _active_context()
+    return (active.master if active is not None else detail or "local").startswith("local")
+
+
+def open_engine(detail: str, ticket: Ticket) -> Spark:
+    return Spark(detail, ticket)
+
+
+class Spark:
+    """Tasks of one job."""
+
+    def __init__(self, master: str, ticket: Ticket) -> None:
+        self._master, self._ticket = master, ticket
+        self._context = _active_context()
+        self._is_ours = self._context is None
+        self._groups: dict[int, str] = {}  # job group of each host's last task
+        self._ends: dict[str, str] = {}  # of groups that ended, in words
+        self._threads: dict[str, threading.Thread] = {}
+
+    def start(self, hosts: Sequence[int], resources: Resources) -> None:
+        from pyspark import InheritableThread
+
+        if self._context is None:
+            self._context = _make_context(self._master, self._ticket, len(hosts), resources)
+        if not self._groups:
+            self._refuse_too_much(len(hosts))
+        for host in hosts:
+            group = f"shoal {self._ticket.job} host {host} #{len(self._threads)}"
+            task = _task(self._ticket.command("--as-host", str(host)), self._ticket.environment())
+            thread = InheritableThread(target=self._run, args=(group, task))
+            thread.daemon = True
+            self._groups[host], self._threads[group] = group, thread
+            thread.start()
+
+    def watch(self) -> dict[int, str]:
+        return {host: self._ends[group] for host, group in self._groups.items() if group in self._ends}
+
+    def stop(self) -> None:
+        deadline = time.monotonic() + END_S
+        for (
+            group,
+            thread,
+        ) in self._threads.items():  # those of lost hosts too: Spark may have started their tasks again
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive() and self._context is not None:
+                self._context.cancelJobGroup(group)
+        if self._is_ours and self._context is not None:
+            self._context.stop()
+
+    def logs(self, host: int) -> str:
+        return self.watch().get(host, "")
+
+    def _run(self, group: str, task: Callable[[Iterable[int]], Iterator[tuple[int, str]]]) -> None:
+        """In a thread of the host: wait for its task."""
+        try:
+            self._context.setJobGroup(group, group, interruptOnCancel=True)
+            [(code, said)] = self._context.parallelize([0], 1).barrier().mapPartitions(task).collect()
+            self._ends[group] = (
+                f"its task's `shoal join` ended with exit code {code}: {said or 'it said nothing'}"
+            )
+        except Exception as error:  # whatever Java raised
+            self._ends[group] = f"its task died: {cause(error)}"
+
+    def _refuse_too_much(self, num_hosts: int) -> None:
+        """Refuse what Spark on this machine, which cannot grow, can never run at once."""
+        context = self._context
+        each = int(context.getConf().get("spark.task.cpus", "1"))
+        # Of a cluster it counts the executors that have come so far.
+        is_fixed = context.master == "local" or context.master.startswith("local[")
+        if is_fixed and num_hosts * each > context.defaultParallelism:
+            raise ConfigError(
+                f"{num_hosts} hosts of {each} core{'s' if each > 1 else ''} each need {num_hosts * each} cores, and Spark at "
+                f"{context.master} has {context.defaultParallelism}. Nothing was trained; use fewer hosts or workers, or a larger master."
+            )
+
+
+def _active_context() -> Any:
+    from pyspark import SparkContext
+
+    return SparkContext._active_spark_context
+
+
+def _make_context(master: str, ticket: Ticket, num_hosts: int, resources: Resources) -> Any:
+    master = master or f"local[{num_hosts * ticket.cores}]"
+    is_local = master.startswith("local")
+    settings = {
+        "spark.task.cpus": str(ticket.cores),
+        "spark.executor.cores": str(ticket.cores),
+        "spark.executor.memory": EXECUTOR_MEMORY,
+        "spark.ui.enabled": str(not is_local).lower(),
+        "spark.stage.maxConsecutiveAttempts": "1",  # the head asks for another host
+        # A barrier stage looks every 15 s whether executors have come, and gives up after 40 times; --join-timeout decides here.
+        "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
+        "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "100000",
+        "spark.driver.extraJavaOptions": _log_options(Path(ticket.folder)),
+    }
+    if not is_local:
+        settings["spark.cores.max"] = str(ticket.cores * num_hosts)
+    if resources.memory_gb and not is_local:
+        settings["spark.executor.memoryOverhead"] = f"{round(resources.memory_gb * 1024)}m"
+    if resources.gpus:
+        settings |= dict.fromkeys(
+            ("spark.task.resource.gpu.amount", "spark.executor.resource.gpu.amount"), f"{resources.gpus:g}"
+        )
+    return open_context(master, f"shoal {ticket.job}", settings)
+
+
+def open_context(master: str, name: str, settings: Mapping[str, str]) -> Any:
+    """A context of our own; what Spark's configuration says beats `settings`. ConfigError where Spark does not start."""
+    from pyspark import SparkConf, SparkContext
+
+    if master.startswith("spark://"):
+        try:
+            reach(master)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"Spark cannot be reached at {master}: {error}. Nothing was started; leave the address out, and a Spark is started here."
+            ) from None
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if master.startswith("local"):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    conf = SparkConf().setMaster(master).setAppName(name)
+    for key, value in {"spark.ui.showConsoleProgress": "false", **settings}.items():
+        conf.setIfMissing(key, value)
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        return SparkContext(conf=conf)
+    except Exception as error:  # whatever Java raised
+        raise ConfigError(f"Spark at {master} did not start: {cause(error)}. Nothing was started.") from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupt)  # Spark takes Ctrl-C for itself
+
+
+def _log_options(folder: Path) -> str:
+    """Java options that send Spark's log to a file of the run directory instead of the terminal."""
+    settings = folder / "log4j2.properties"
+    settings.write_text(
+        "rootLogger.level = warn\nrootLogger.appenderRef.file.ref = file\nappender.file.type = File\nappender.file.name = file\n"
+        f"appender.file.fileName = {folder / 'spark.log'}\nappender.file.layout.type = PatternLayout\n"
+        "appender.file.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n\n"
+    )
+    return f"-Dlog4j2.configurationFile=file:{settings}"
+
+
+def _task(
+    command: list[str], environment: dict[str, str]
+) -> Callable[[Iterable[int]], Iterator[tuple[int, str]]]:
+    """A task that runs `shoal join`."""
+    run_join = join_function()
+
+    def task(_: Iterable[int]) -> Iterator[tuple[int, str]]:
+        yield run_join(command, environment)
+
+    return task
+
+
+def cause(error: Exception) -> str:
+    """What Java says it was; its first line says only which call failed."""
+    for line in str(error).splitlines():
+        if "failed because" in line or "failure reason" in line or "Caused by" in line:
+            return line.split("reason:")[-1].strip().rstrip(".")
+    with contextlib.suppress(IndexError):
+        return words_of(error)
+    return type(error).__name__

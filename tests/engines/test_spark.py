@@ -1,0 +1,77 @@
+"""Spark, for real: executors of this machine as hosts, one of them killed; DataFrames in, predictions out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_jobs import TRAINING, EngineJob, command_lines, differences
+
+KEY = "a-key-for-tests-0123456789"
+DRIVER = Path(__file__).parent / "spark_driver.py"
+
+
+@pytest.fixture(autouse=True)
+def spark(installed: Callable[[str], None]) -> None:
+    installed("spark")
+
+
+def test_a_killed_executor_is_replaced_and_the_bits_are_those_of_this_machine_alone(
+    start_job: Callable[..., EngineJob], undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    options = ["-n", "3", "--exchange", "native", "--on", "spark:local-cluster[3,1,1024]", "--hosts", "3"]
+    job = start_job(*options, str(TRAINING), str(out), "--gate", "5", env={"SHOAL_JOIN_KEY": KEY})
+    job.wait_for_gate(out, 3)
+    assert KEY not in command_lines()
+    executor = next(
+        each for each in job.agent(2).parents() if "CoarseGrainedExecutorBackend" in " ".join(each.cmdline())
+    )
+    executor.kill()
+    (out / "go").touch()
+    assert job.wait() == 0, job.output()
+    assert [event["ranks"] for event in job.events("host-lost")] == [[1]]
+    assert "was asked for another" in job.output()
+    assert differences(out, undisturbed) == []
+
+
+def test_a_driver_trains_on_its_dataframe_and_gets_a_transform_back(tmp_path: Path) -> None:
+    job = EngineJob(tmp_path / "driver", [], {}, program=[sys.executable, str(DRIVER)])
+    assert job.wait(300) == 0, job.output()
+    said = job.output()
+    assert "4 partitions as 4 shards" in said
+    assert "predictions are those of the weights" in said
+    assert "its script never called shoal.spark.keep(trainer)" in said
+    assert "'z'" in said
+    assert "the column 'nested' of the DataFrame is of type struct" in said
+    assert "the DataFrame has no column 'missing'; it has a, b, y" in said
+    job.close()
+
+
+def test_map_reduce_runs_as_tasks_and_a_failed_one_is_run_again(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("b\t1\na\t2\nb\t3\n")
+    (tmp_path / "once.sh").write_text("#!/bin/sh\n[ -e failed ] && exec cat\ntouch failed; exit 7\n")
+    (tmp_path / "once.sh").chmod(0o755)
+    program = [sys.executable, "-m", "shoal", "map-reduce", "--on", "spark", "-n", "2"]
+    for mapper, code in (("../once.sh", 0), ("sh -c 'echo no such city >&2; exit 3'", 3)):
+        args = ["--mapper", mapper, "--reducer", "cat", "../in", "../out" if code == 0 else "../none"]
+        job = EngineJob(tmp_path / f"job-{code}", args, {}, program=program)
+        assert job.wait() == code, job.output()
+        assert ("exit code 3; last it said: no such city" in job.output()) == bool(code)
+    assert (tmp_path / "out" / "part-00000").read_text() == "a\t2\nb\t1\nb\t3\n"
+    assert (tmp_path / "job-0" / "failed").exists()
+
+
+def test_more_than_spark_has_is_refused_with_both_numbers(start_job: Callable[..., EngineJob]) -> None:
+    job = start_job("-n", "2", "--hosts", "2", "--on", "spark:local[1]", str(TRAINING), "nowhere")
+    assert job.wait() == 2, job.output()
+    assert "2 hosts of 1 core each need 2 cores, and Spark at local[1] has 1" in job.output()
+
+
+def test_a_spark_that_does_not_answer_is_named(start_job: Callable[..., EngineJob]) -> None:
+    job = start_job("--on", "spark:spark://127.0.0.1:1", str(TRAINING), "nowhere")
+    assert job.wait() == 2, job.output()
+    assert "Spark cannot be reached at spark://127.0.0.1:1" in job.output()
