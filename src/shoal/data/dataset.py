@@ -206,6 +206,8 @@ class Dataset:
     from_tfrecord = FormatConstructor(lambda: formats.open_tfrecord)
     from_sql = FormatConstructor(lambda: formats.open_sql)
     from_huggingface = FormatConstructor(lambda: formats.open_huggingface)
+    from_spark = FormatConstructor(lambda: formats.open_spark)
+    from_ray = FormatConstructor(lambda: formats.open_ray)
 
     # ---- functions of samples ----
 

@@ -325,7 +325,7 @@ def identity_of(files: Iterable[FileInfo], **options: Any) -> str:
 
 
 def remembered(identity: str, find_out: Callable[[], Any]) -> Any:
-    """What `find_out` gives (fit for JSON), or gave before under this identity."""
+    """Result of `find_out` (fit for JSON), kept under this identity."""
     with _lock:
         if identity in _known:
             _known.move_to_end(identity)

@@ -171,9 +171,7 @@ class DrawsWatch:
         _watch = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _watch
         _watch = None
 

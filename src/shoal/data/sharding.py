@@ -337,7 +337,7 @@ class Sharding:
 
 
 class EqualParts(Sharding):
-    """What `Batches.shard("equal")` asks for, and nothing said does too."""
+    """Parts of equal size: `Batches.shard("equal")`, and the default."""
 
     name = "equal"
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from shoal.data.cache import row_file as nameless
 from shoal.data.cache import stats
 from shoal.data.cache.row_file import Field, RowLayout
-from shoal.data.cache.row_store import Lists, RowPrefetch, RowSpec, RowStore
+from shoal.data.cache.row_store import RowPrefetch, RowSpec, RowStore
+from shoal.data.formats.table import Ragged
 from shoal.errors import BlockDamaged, CacheFull
 from waiting import wait_until
 
@@ -125,24 +126,19 @@ def test_lists_of_several_lengths(tmp_path: Path, heap_ram_bytes: int) -> None:
             30,
             {
                 "id": np.asarray(chosen),
-                "text": _lists([np.frombuffer(texts[number], np.uint8) for number in chosen], np.uint8),
-                "ids": _lists([numbers[number] for number in chosen], np.int32),
+                "text": Ragged.of([np.frombuffer(texts[number], np.uint8) for number in chosen], np.uint8),
+                "ids": Ragged.of([numbers[number] for number in chosen], np.int32),
             },
         )
     rows = np.random.default_rng(1).permutation(90)
     found = store.gather(rows)
     text, ids = found["text"], found["ids"]
-    assert isinstance(text, Lists)
-    assert isinstance(ids, Lists)
+    assert isinstance(text, Ragged)
+    assert isinstance(ids, Ragged)
     for at, row in enumerate(rows.tolist()):
         assert text.values[text.offsets[at] : text.offsets[at + 1]].tobytes() == texts[row]
         assert ids.values[ids.offsets[at] : ids.offsets[at + 1]].tolist() == numbers[row]
     text.values[:] = 0  # a copy
-
-
-def _lists(rows: list[Any], dtype: Any) -> Lists:
-    offsets = np.cumsum([0, *(len(row) for row in rows)])
-    return Lists(np.concatenate([np.asarray(row, dtype) for row in rows]), offsets)
 
 
 def test_nothing_on_disk_has_a_name(tmp_path: Path) -> None:

@@ -102,7 +102,6 @@ def test_rows_are_the_same_wherever_they_are_kept(kind: str, columns: Any, tmp_p
         assert gathered.bad == {}
     assert set(table.num_reads.values()) == {1}
     assert list(tmp_path.iterdir()) == []
-    assert storage.describe()
 
 
 def _rows(column: Any) -> list[Any]:
@@ -139,7 +138,7 @@ def test_what_is_on_disk_is_read_ahead_by_batches_in_any_order(tmp_path: Path) -
     batches = Dataset(source).shuffle(seed=0).batch(256)
     for _ in batches:
         pass
-    figures = source._storage.describe()
+    figures = source._storage._store.figures()
     assert figures["disk"]["num_ahead"] == 10_000, "no batch had to be read when it was asked for"
     assert sorted(torch.cat([batch["id"] for batch in batches]).tolist()) == list(range(10_000))
     # An epoch that is left in the middle, and another one after it.
@@ -156,11 +155,11 @@ def test_stages_pass_on_what_will_be_needed(tmp_path: Path) -> None:
     first, second = source(), source()
     data = Dataset(first).map(lambda row: row["id"]).shuffle(seed=1)
     assert sorted(torch.cat(list(data.batch(500))).tolist()) == list(range(5000))
-    assert first._storage.describe()["disk"]["num_ahead"] == 5000
+    assert first._storage._store.figures()["disk"]["num_ahead"] == 5000
     zipped = Dataset.zip(Dataset(first), Dataset(second).skip(100)).shuffle(seed=2)
     for left, right in zipped.batch(500):
         assert torch.equal(left["id"] + 100, right["id"])
-    assert second._storage.describe()["disk"]["num_ahead"] == 4900
+    assert second._storage._store.figures()["disk"]["num_ahead"] == 4900
 
 
 def test_bad_rows_are_known_when_they_are_asked_for_and_only_then() -> None:

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data import Feature
-from shoal.data.formats.arrow import BadRows
 from shoal.data.formats.example import example_bytes, list_features, wanted_features
 from shoal.data.formats.example_parser import ExampleParser
-from shoal.data.formats.table import Ragged
+from shoal.data.formats.table import BadRows, Ragged
 from shoal.errors import ConfigError
 
 

@@ -28,7 +28,7 @@ Where = Literal["auto", "ram", "disk"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Where a cache keeps what it holds."""
+    """Place and limits of a cache."""
 
     where: Where = "auto"
     """"auto": in RAM what fits, on disk the rest. "ram", "disk": all of it."""

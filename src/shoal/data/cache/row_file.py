@@ -177,7 +177,7 @@ class Field(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _ColumnGroup:
     """Columns of plain numbers of one type, next to each other."""
 
     dtype: torch.dtype
@@ -194,7 +194,7 @@ class RowLayout:
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         self.fields = dict(fields)
-        self._groups: list[_Group] = []
+        self._groups: list[_ColumnGroup] = []
         self._wide: dict[str, int] = {}  # columns with a shape, and where they begin
         end = 0
         by_size = sorted(self.fields, key=lambda name: -self.fields[name].dtype.itemsize)
@@ -202,7 +202,7 @@ class RowLayout:
             of_type = [name for name in self.fields if self.fields[name].dtype == dtype]
             numbers = tuple(name for name in of_type if not self.fields[name].shape)
             if numbers:
-                self._groups.append(_Group(dtype, end, numbers))
+                self._groups.append(_ColumnGroup(dtype, end, numbers))
                 end = self._groups[-1].end
             for name in of_type:
                 if self.fields[name].shape:
@@ -252,7 +252,7 @@ class RowLayout:
         return found if self._is_in_order else {name: found[name] for name in self.fields}
 
     def describe(self) -> list[Any]:
-        """What two processes compare before they share rows."""
+        """Description that two processes compare before they share rows."""
         return [[name, str(field.dtype), list(field.shape)] for name, field in self.fields.items()]
 
 
@@ -265,7 +265,7 @@ _OWN_PAGES_BYTES = 1 << 20
 _LARGE_BYTES = 8 << 20
 
 
-class RowFile:
+class CachedRows:
     """`num_rows` rows from `offset` on. The descriptor stays its owner's."""
 
     def __init__(self, fd: int, *, offset: int, num_rows: int, row_bytes: int, is_on_disk: bool) -> None:

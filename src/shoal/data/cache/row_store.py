@@ -15,10 +15,10 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from shoal.data.cache import cache_plan, row_file
 from shoal.data.cache.background import BackgroundJobs
 from shoal.data.cache.cache_plan import NUM_AHEAD
-from shoal.data.cache.row_file import Field, Heap, RowFile, RowLayout, buffer
+from shoal.data.cache.row_file import CachedRows, Field, Heap, RowLayout, buffer
+from shoal.data.formats.table import Ragged
 from shoal.errors import BlockDamaged, CacheFull
 from shoal.runtime import scratch
 
@@ -43,16 +44,9 @@ _HEAP_LOCK = (
 )  # the byte of the file whose lock the heaps' counters need; parts are locked by their number
 
 
-class Lists(NamedTuple):
-    """Rows of several lengths: row i is values[offsets[i]:offsets[i + 1]]."""
-
-    values: NDArray[Any]
-    offsets: NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True)
 class RowSpec:
-    """What rows a store holds."""
+    """Columns, number and place of a store's rows."""
 
     fields: Mapping[str, Field]
     """Columns of one shape per row."""
@@ -69,6 +63,12 @@ class RowSpec:
 
     heap_ram_bytes: int = 0
     """How much of the lists may be in RAM; what comes after that is on disk."""
+
+
+def row_layout(fields: Mapping[str, Field], lists: Iterable[str]) -> RowLayout:
+    """Layout of rows; of a list, its place in a heap and its length."""
+    hidden = {f"{name}\0{what}": Field(torch.int64) for name in lists for what in ("at", "length")}
+    return RowLayout({**fields, **hidden})
 
 
 class RowStore:
@@ -92,10 +92,7 @@ class RowStore:
         """
         self.name, self.spec = name, spec
         self._directory = directory
-        hidden = {
-            f"{column}\0{what}": Field(torch.int64) for column in spec.lists for what in ("at", "length")
-        }
-        self._layout = RowLayout({**spec.fields, **hidden})
+        self._layout = row_layout(spec.fields, spec.lists)
         self._control_bytes = -(-(_COUNTERS * 8 + spec.num_parts) // _PAGE) * _PAGE
         self._fds, self.is_first = self._open(shared_as, files)
         self._finalizer = weakref.finalize(self, row_file.close_all, self._fds)
@@ -124,7 +121,7 @@ class RowStore:
     # ---- writing -----------------------------------------------------------------------------------
 
     def write(self, begin: int, num_rows: int, columns: Mapping[str, Any]) -> None:
-        """Rows that follow each other, from their columns: arrays, and Lists. They are not marked as there."""
+        """Rows that follow each other, from their columns: arrays, and Ragged. They are not marked as there."""
         try:
             packed = {**columns, **self._keep_lists(columns)} if self.spec.lists else columns
             for tile in self._layout.pack(packed, num_rows):
@@ -164,7 +161,7 @@ class RowStore:
     # ---- reading -----------------------------------------------------------------------------------
 
     def gather(self, rows: range | NDArray[np.int64]) -> dict[str, Any]:
-        """Copies of these rows as columns: tensors, and Lists. They must be there."""
+        """Copies of these rows as columns: tensors, and Ragged. They must be there."""
         return self.unpack(self.take(rows))
 
     def take(self, rows: range | NDArray[np.int64]) -> torch.Tensor:
@@ -301,8 +298,8 @@ class RowStore:
     def directory(self) -> Path:
         return scratch.directory("rows") if self._directory is None else Path(self._directory)
 
-    def _rows(self, which: int, offset: int, num_rows: int) -> RowFile:
-        return RowFile(
+    def _rows(self, which: int, offset: int, num_rows: int) -> CachedRows:
+        return CachedRows(
             self._fds[which],
             offset=offset,
             num_rows=num_rows,
@@ -331,7 +328,7 @@ class RowStore:
             self._counters[int(is_on_disk)] += -(-num_bytes // 8) * 8
         return is_on_disk, at
 
-    def _lists_of(self, found: dict[str, torch.Tensor]) -> dict[str, Lists]:
+    def _lists_of(self, found: dict[str, torch.Tensor]) -> dict[str, Ragged]:
         lists = {}
         for name, dtype in self.spec.lists.items():
             lengths = found[f"{name}\0length"].numpy()
@@ -344,7 +341,7 @@ class RowStore:
                     found[f"{name}\0at"].tolist(), (lengths * dtype.itemsize).tolist(), strict=True
                 )
             ]
-            lists[name] = Lists(np.frombuffer(bytearray().join(pieces), dtype), offsets)
+            lists[name] = Ragged(np.frombuffer(bytearray().join(pieces), dtype), offsets)
         return lists
 
     def _full(self, error: OSError, num_bytes: int) -> CacheFull:
@@ -412,7 +409,7 @@ class _Piece:
         self.num_used = 0
 
     def offset_of(self, rows: NDArray[np.int64]) -> int | None:
-        """Where these rows begin in what is left of the piece, as far as it goes."""
+        """Offset of these rows in the rest of the piece; None where they are not in it."""
         left = self.rows[self.num_used :]
         for at in np.flatnonzero(left == rows[0]).tolist():
             length = min(len(left) - at, len(rows))

@@ -22,7 +22,8 @@ from shoal.config import job as jobs
 from shoal.data.cache import CacheConfig, cache_plan, row_file
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field, RowLayout
-from shoal.data.cache.row_store import UNLIMITED, Lists, RowPrefetch, RowSpec, RowStore
+from shoal.data.cache.row_store import UNLIMITED, RowPrefetch, RowSpec, RowStore
+from shoal.data.formats.table import Ragged
 from shoal.data.order import Indices, integers
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.slice import Weighted
@@ -70,7 +71,7 @@ class Cached(DerivedSource):
         return (self._store is not None and self._store.looks_ahead) or self._source.looks_ahead
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
-        """What is there is read ahead from the cache, what is not from the source."""
+        """Read cached samples ahead from the cache, the others from the source."""
         numbers, store = integers(indices), self._opened()
         missing = store.flags[numbers] == MISSING
         if not missing.any():
@@ -119,7 +120,7 @@ MISSING, REGULAR, ODD = 0, 1, 2
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """What the first process that had a sample decided for all of them."""
+    """Layout of the cache, decided for all processes by the first that had a sample."""
 
     template: Template | None
     num_ram_rows: int
@@ -177,7 +178,7 @@ class SampleStore:
             pieces = [_encoded(sample) for sample, fit in zip(samples, fits, strict=True) if not fit]
             offsets = np.cumsum([0, *(len(piece) for piece in pieces)])
             self._odd.put(
-                numbers[~fits], {"sample": Lists(np.frombuffer(b"".join(pieces), np.uint8), offsets)}
+                numbers[~fits], {"sample": Ragged(np.frombuffer(b"".join(pieces), np.uint8), offsets)}
             )
             self.flags[numbers[~fits]] = ODD
 
@@ -292,11 +293,8 @@ class SampleStore:
         if not len(numbers):
             return []
         kept = self._odd.gather(numbers)["sample"]
-        assert isinstance(kept, Lists)
-        pieces = [
-            kept.values[begin:end] for begin, end in zip(kept.offsets[:-1], kept.offsets[1:], strict=True)
-        ]
-        return [_decoded(piece) for piece in pieces]
+        assert isinstance(kept, Ragged)
+        return [_decoded(kept.row(row)) for row in range(kept.num_rows)]
 
 
 def _encoded(sample: Any) -> bytes:

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from shoal.config import job as jobs
 from shoal.data.cache import CacheConfig, cache_plan
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
-from shoal.data.cache.row_file import Field, RowLayout
-from shoal.data.cache.row_store import UNLIMITED, Lists, RowPrefetch, RowSpec, RowStore
-from shoal.data.formats.table import Column, DecodedRows, Ragged, Table
+from shoal.data.cache.row_file import Field
+from shoal.data.cache.row_store import UNLIMITED, RowPrefetch, RowSpec, RowStore, row_layout
+from shoal.data.formats.table import Column, DecodedRows, Ragged, Table, joined_ragged
 from shoal.data.tree import Tree
 from shoal.errors import BadSample, CacheFull
 from shoal.runtime import serialization
@@ -56,9 +56,6 @@ class Storage(Protocol):
     def will_need(self, rows: NDArray[np.int64]) -> None:
         """These rows will be asked for next, in this order."""
 
-    def describe(self) -> dict[str, Any]:
-        """What is kept where, for people."""
-
 
 def open_storage(table: Table, *, cache: Any = "auto") -> Storage:
     """The storage of a table.
@@ -67,7 +64,6 @@ def open_storage(table: Table, *, cache: Any = "auto") -> Storage:
     then blocks are decoded again and again, for what is read once and in
     order.
     """
-
     if cache is None:
         return PassingBlocks(table)
     return StoredRows(table, CacheConfig.of(cache))
@@ -146,9 +142,7 @@ class PassingBlocks:
             columns, first = self._blocks.get(block, self._decode), int(self._bounds[block])
             local = wanted[order][of_block[order] == block] - first
             for name, column in columns.items():
-                parts[name].append(
-                    Ragged(*column).take(local) if isinstance(column, tuple) else column[local]
-                )
+                parts[name].append(column.take(local) if isinstance(column, Ragged) else column[local])
             wrong = self._bad[block]
             bad |= {first + row: wrong[row] for row in (local.tolist() if wrong else ()) if row in wrong}
         back = np.empty_like(order)
@@ -158,24 +152,16 @@ class PassingBlocks:
     def will_need(self, rows: NDArray[np.int64]) -> None:
         """Nothing is read ahead: a shuffled table would be decoded as a whole for one batch."""
 
-    def describe(self) -> dict[str, Any]:
-        return {"cache": None, **self._blocks.figures()}
-
     def _decode(self, block: int) -> dict[str, Any]:
         decoded: DecodedRows = self._table.read(block)
         self._bad[block] = decoded.bad
-        return {
-            name: tuple(column) if isinstance(column, Ragged) else column
-            for name, column in decoded.columns.items()
-        }
+        return decoded.columns
 
 
 def _joined(pieces: list[Any], back: NDArray[np.int64]) -> torch.Tensor | Ragged:
-    if not isinstance(pieces[0], Ragged):
-        return torch.from_numpy(np.concatenate(pieces)[back])
-    lengths = np.concatenate([np.diff(piece.offsets) for piece in pieces])
-    offsets = np.concatenate(([0], np.cumsum(lengths)))
-    return Ragged(np.concatenate([piece.values for piece in pieces]), offsets).take(back)
+    if isinstance(pieces[0], Ragged):
+        return joined_ragged(pieces).take(back)
+    return torch.from_numpy(np.concatenate(pieces)[back])
 
 
 _THERE, _THERE_WITH_BAD_ROWS = 1, 2
@@ -188,7 +174,7 @@ class StoredRows:
     """A table's rows in a `RowStore`."""
 
     def __init__(self, table: Table, config: CacheConfig) -> None:
-        self._table, self._config = table, config
+        self._table = table
         self._bounds = np.cumsum([0, *(block.num_rows for block in table.blocks)])
         self._bad: dict[int, BadSample] = {}
         self._bad_of_block: dict[int, Mapping[int, BadSample]] = {}
@@ -197,7 +183,7 @@ class StoredRows:
         job = jobs.current()
         fields = {c.name: Field.of(c.dtype, c.shape) for c in table.columns if not c.is_ragged}
         lists = {c.name: c.dtype for c in table.columns if c.is_ragged}
-        row_bytes = RowLayout({**fields, **_hidden(lists)}).row_bytes
+        row_bytes = row_layout(fields, lists).row_bytes
         num_rows = int(self._bounds[-1])
         list_bytes = sum(_list_bytes(block, table.columns) for block in table.blocks) if lists else 0
         budget = cache_plan.for_caches()
@@ -239,22 +225,12 @@ class StoredRows:
                 self._store.count_ahead(len(rows))
         columns: dict[str, Any] = self._store.unpack(self._take(rows) if taken is None else taken)
         if self._store.spec.lists:
-            columns = {column.name: _as_ragged(columns[column.name]) for column in self._table.columns}
+            columns = {column.name: columns[column.name] for column in self._table.columns}
         return Gathered(columns, self._bad_among(rows) if self._bad else {})
 
     def will_need(self, rows: NDArray[np.int64]) -> None:
         if self.looks_ahead and len(rows):
             self._ahead.announce(rows)
-
-    def describe(self) -> dict[str, Any]:
-        placed = self._placement
-        return {
-            "cache": self._config.where,
-            "ram_bytes": placed.ram_bytes,
-            "disk_bytes": placed.disk_bytes,
-            "because": placed.why,
-            **self._store.figures(),
-        }
 
     # ---- decoding ----------------------------------------------------------------------------------
 
@@ -317,7 +293,7 @@ class StoredRows:
             self._store.flags[block] = _THERE_WITH_BAD_ROWS if rows.bad else _THERE
 
     def _learn_bad(self, block: int) -> None:
-        """What is wrong with rows of a block; if another process decoded it, by decoding it again."""
+        """Find the bad rows of a block; one that another process decoded is decoded again."""
         first = int(self._bounds[block])
         if block not in self._bad_of_block:
             self._bad_of_block[block] = self._table.read(block).bad
@@ -349,21 +325,13 @@ class StoredRows:
 
 
 def _give_back_unused() -> None:
-    """What Arrow keeps of freed memory, for blocks that will not come."""
+    """Return the memory that Arrow pools for further blocks."""
     arrow = sys.modules.get("pyarrow")
     if arrow is not None:
         arrow.default_memory_pool().release_unused()
 
 
-def _hidden(lists: Mapping[str, Any]) -> dict[str, Field]:
-    return {f"{name}\0{what}": Field(torch.int64) for name in lists for what in ("at", "length")}
-
-
 def _list_bytes(block: Any, columns: Sequence[Column]) -> int:
-    """What the lists of a block take, about: what is left of its bytes when everything else is counted."""
+    """Bytes of a block's lists, about: its bytes without the fixed columns."""
     fixed = sum(c.dtype.itemsize * int(np.prod(c.shape)) for c in columns if not c.is_ragged)
     return max(int(block.num_bytes) - int(block.num_rows) * fixed, 0)
-
-
-def _as_ragged(column: torch.Tensor | Lists) -> torch.Tensor | Ragged:
-    return Ragged(*column) if isinstance(column, Lists) else column

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.data.formats.frames import open_ray as open_ray
+    from shoal.data.formats.frames import open_spark as open_spark
     from shoal.data.formats.huggingface import open_huggingface as open_huggingface
     from shoal.data.formats.parquet import open_parquet as open_parquet
     from shoal.data.formats.sql import open_sql as open_sql
@@ -21,5 +23,6 @@ def __getattr__(name: str) -> Any:
     # Formats import compiled kernels: only the ones that are used are loaded.
     if not name.startswith("open_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = {"open_csv": "text", "open_jsonl": "text"}.get(name, name.removeprefix("open_"))
+    homes = {"open_csv": "text", "open_jsonl": "text", "open_spark": "frames", "open_ray": "frames"}
+    module = homes.get(name, name.removeprefix("open_"))
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -20,23 +20,19 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from shoal.data.files import FileInfo, Files
-from shoal.data.formats.table import Column, DecodedRows, Ragged, pack_lists
-from shoal.errors import BadSample, ConfigError, DataError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from shoal.data.formats.table import Address, BadRows, Column, DecodedRows, Ragged, pack_lists
+from shoal.errors import ConfigError, DataError
 
 ArrowArray = Any
 """An array of any type; Arrow's type hints know each type apart, and here all of them pass."""
-
-Address = Callable[[int], dict[str, Any]]
-"""Row of a block to the arguments of BadSample that say where it is."""
 
 _NAMES = {
     "float": "float32",  # as torch means it
@@ -60,8 +56,6 @@ _LIST = re.compile(r"list\[(?P<item>\w+)\]|(?P<of>\w+)\[(?P<size>\d+)\]")
 
 def arrow_type(name: str, wanted: Any) -> pa.DataType:
     """The type that `schema={name: wanted}` asks for: a name, a Python, numpy, torch or Arrow type."""
-    import pyarrow as pa
-
     if isinstance(wanted, pa.DataType):
         return wanted
     said = _spelled(wanted)
@@ -95,8 +89,6 @@ def _spelled(wanted: Any) -> str:
 
 def column_of(name: str, kind: pa.DataType, where: str) -> Column:
     """The column that holds values of an Arrow type."""
-    import pyarrow as pa
-
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_dictionary(kind):
@@ -105,7 +97,8 @@ def column_of(name: str, kind: pa.DataType, where: str) -> Column:
     is_list, inner = inside is not None, inside or kind
     if _is_text(inner):
         return Column.text(name, is_list=is_list)
-    if pa.types.is_binary(inner) or pa.types.is_large_binary(inner) or _is_fixed_or_view_binary(inner):
+    is_binary = pa.types.is_binary(inner) or pa.types.is_large_binary(inner)
+    if is_binary or pa.types.is_fixed_size_binary(inner) or pa.types.is_binary_view(inner):
         return Column.binary(name, is_list=is_list)
     shape: tuple[int, ...] = ()
     item = kind
@@ -131,8 +124,6 @@ def column_of(name: str, kind: pa.DataType, where: str) -> Column:
 
 def as_torch_means(found: pa.DataType, given: pa.DataType | None = None) -> pa.DataType:
     """A type that was found in text, where nobody says how precise it is meant."""
-    import pyarrow as pa
-
     if given is not None:  # a timestamp, with a zone where the text has one
         return pa.timestamp("ns", tz=found.tz) if pa.types.is_timestamp(found) else given
     if pa.types.is_list(found):
@@ -142,8 +133,6 @@ def as_torch_means(found: pa.DataType, given: pa.DataType | None = None) -> pa.D
 
 def readable_type(kind: pa.DataType) -> pa.DataType:
     """The nearest type that Arrow reads from text; the rest is done in decoding."""
-    import pyarrow as pa
-
     if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind):
         return pa.list_(readable_type(kind.value_type))
     return pa.float32() if pa.types.is_float16(kind) else kind
@@ -151,8 +140,6 @@ def readable_type(kind: pa.DataType) -> pa.DataType:
 
 def is_unknown(kind: pa.DataType) -> bool:
     """A type of which only missing values, or only empty lists, were seen."""
-    import pyarrow as pa
-
     return bool(pa.types.is_null(kind) or (pa.types.is_list(kind) and is_unknown(kind.value_type)))
 
 
@@ -164,8 +151,6 @@ def columns_of(schema: pa.Schema, where: str, names: Sequence[str] | None = None
 
 def storage_type(column: Column) -> pa.DataType:
     """The Arrow type whose buffers are what the column has in memory, of one element."""
-    import pyarrow as pa
-
     if column.kind == "number":
         return pa.bool_() if column.dtype == np.bool_ else pa.from_numpy_dtype(column.dtype)
     return pa.large_string() if column.kind == "text" else pa.large_binary()
@@ -173,8 +158,6 @@ def storage_type(column: Column) -> pa.DataType:
 
 def _item_of(kind: Any) -> pa.DataType | None:
     """Type of the items of a list; None where it is no list."""
-    import pyarrow as pa
-
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return None
     item: pa.DataType = kind.value_type
@@ -182,20 +165,10 @@ def _item_of(kind: Any) -> pa.DataType | None:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    import pyarrow as pa
-
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def _is_fixed_or_view_binary(kind: pa.DataType) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_fixed_size_binary(kind) or pa.types.is_binary_view(kind))
-
-
 def _number(kind: pa.DataType) -> np.dtype[Any] | None:
-    import pyarrow as pa
-
     if pa.types.is_boolean(kind):
         return np.dtype(np.bool_)
     if pa.types.is_decimal(kind):
@@ -211,37 +184,10 @@ _SHOWN = 60  # characters of a row or a value in a message
 MISSING = "the value is missing, and fill={'%s': ...} does not say what stands for it"
 
 
-class BadRows(Mapping[int, BadSample]):
-    """Errors of the bad rows of a block, made when they are asked for: there may be many."""
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
-        self._found: dict[int, tuple[str | None, str]] = {}
-
-    def add(self, row: int, column: str | None, reason: str) -> None:
-        """Record an error of a row; the first one of a row is the one reported."""
-        self._found.setdefault(row, (column, reason))
-
-    def __getitem__(self, row: int) -> BadSample:
-        column, reason = self._found[row]
-        return BadSample(**self._address(row), column=column, reason=reason)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __contains__(self, row: object) -> bool:
-        return row in self._found
-
-
 class Fill:
     """Values that stand for missing ones, by column; refuses at birth what a column cannot hold."""
 
     def __init__(self, values: Mapping[str, Any] | None, columns: Sequence[Column]) -> None:
-        import pyarrow as pa
-
         self._scalars: dict[str, Any] = {}
         for column in columns:
             if values is None or column.name not in values:
@@ -287,8 +233,6 @@ def decoded(
 
 def decode_column(array: ArrowArray, column: Column, fill: Fill, bad: BadRows) -> NDArray[Any] | Ragged:
     """One column; what cannot be decoded goes to `bad`."""
-    import pyarrow as pa
-
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     if pa.types.is_dictionary(array.type):
@@ -308,8 +252,6 @@ def decode_column(array: ArrowArray, column: Column, fill: Fill, bad: BadRows) -
 
 
 def _in_one_piece(array: ArrowArray) -> ArrowArray:
-    import pyarrow as pa
-
     if not isinstance(array, pa.ChunkedArray):
         return array
     if array.num_chunks == 1:
@@ -327,9 +269,6 @@ def _missing(array: ArrowArray) -> NDArray[np.bool_]:
 
 def _without_nulls(array: ArrowArray, scalar: Any) -> ArrowArray:
     """The array with nulls filled by `scalar`, or left with whatever bytes lie there."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if array.null_count == 0:
         return array
     if scalar is not None:
@@ -341,8 +280,6 @@ def _without_nulls(array: ArrowArray, scalar: Any) -> ArrowArray:
 
 def _cast(array: ArrowArray, column: Column, bad: BadRows, of_row: NDArray[np.int64] | None) -> ArrowArray:
     """As the type the column has in memory; values that do not fit are null, and their row (of_row[i], or i) is bad."""
-    import pyarrow as pa
-
     wanted = storage_type(column)
     if array.type == wanted or (
         column.kind != "number" and (pa.types.is_string(array.type) or pa.types.is_binary(array.type))
@@ -364,8 +301,6 @@ def _cast(array: ArrowArray, column: Column, bad: BadRows, of_row: NDArray[np.in
 
 def _through(kind: pa.DataType) -> pa.DataType | None:
     """Times are counted in nanoseconds before they are numbers."""
-    import pyarrow as pa
-
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return pa.timestamp("ns")
     if pa.types.is_time(kind):
@@ -379,8 +314,6 @@ def _target(column: Column, kind: pa.DataType) -> str:
 
 def failing(array: ArrowArray, convert: Callable[[ArrowArray], Any], begin: int = 0) -> Iterator[int]:
     """Values that cannot be converted, found by halving: a few among many take few conversions."""
-    import pyarrow as pa
-
     if not len(array):
         return
     try:
@@ -412,8 +345,6 @@ def as_numpy(array: ArrowArray, dtype: Any) -> NDArray[Any]:
 
 def as_indices(rows: NDArray[np.int64], is_there: NDArray[np.bool_] | None = None) -> ArrowArray:
     """Rows to take, null where nothing `is_there`; without loading pandas, as above."""
-    import pyarrow as pa
-
     bits: Any = None if is_there is None else np.packbits(is_there, bitorder="little")
     values: Any = np.ascontiguousarray(rows, dtype=np.int64)
     buffers = [None if bits is None else pa.py_buffer(bits), pa.py_buffer(values)]
@@ -421,8 +352,6 @@ def as_indices(rows: NDArray[np.int64], is_there: NDArray[np.bool_] | None = Non
 
 
 def _bytes(array: ArrowArray) -> Ragged:
-    import pyarrow as pa
-
     is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     ends: Any
     data: Any
@@ -436,8 +365,6 @@ def _bytes(array: ArrowArray) -> Ragged:
 
 
 def _fixed_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> NDArray[Any]:
-    import pyarrow as pa
-
     num_rows, scalar, missing = len(array), fill.get(column.name), _missing(array)
     values = array
     while pa.types.is_fixed_size_list(values.type):
@@ -456,8 +383,6 @@ def _fixed_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> NDArra
 
 
 def _lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
-    import pyarrow as pa
-
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.list_(array.type.value_type))
     scalar = fill.get(column.name)
@@ -560,8 +485,6 @@ class FileRanges(io.RawIOBase):
 
 def as_file(text: Any) -> Any:
     """A text as Arrow's readers take one, without a copy."""
-    import pyarrow as pa
-
     return pa.BufferReader(text)
 
 

@@ -17,12 +17,11 @@ import sqlite3
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import pyarrow as pa
 
 from shoal.errors import ConfigError, FileDamaged, QueryRefused
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 BadValue: TypeAlias = tuple[int, str, str]
 """Row, column and reason of a value that is not of its column's type."""
@@ -240,8 +239,6 @@ class SqliteSession:
 
     def rows(self, sql: str, columns: Sequence[SqlColumn]) -> tuple[pa.Table, list[BadValue]]:
         """Many rows; a value of another type than its column's is bad, and null."""
-        import pyarrow as pa
-
         with self._speaking(sql):
             fetched = self._execute(sql).fetchall()
         bad: list[BadValue] = []
@@ -293,15 +290,11 @@ def _declared(kind: str) -> str | None:
 
 
 def _arrow_type(kind: str) -> pa.DataType:
-    import pyarrow as pa
-
     types: dict[str, pa.DataType] = {"integer": pa.int64(), "real": pa.float64(), "text": pa.string()}
     return types.get(kind, pa.binary())
 
 
 def _array(column: SqlColumn, values: Sequence[Any], bad: list[BadValue]) -> pa.Array[Any]:
-    import pyarrow as pa
-
     unfit = (TypeError, ValueError, OverflowError)  # Arrow's own are among the first two
     try:
         return pa.array(values, type=column.kind)

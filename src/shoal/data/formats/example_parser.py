@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.formats.arrow import BadRows
 from shoal.data.formats.example import Wanted, feature_in, list_features
-from shoal.data.formats.table import Ragged, pack_lists
+from shoal.data.formats.table import BadRows, Ragged, pack_lists
 from shoal.errors import ConfigError
 from shoal.runtime.kernel_cache import inlined, kernel, matrix, types, vector
 

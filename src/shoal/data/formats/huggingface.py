@@ -8,9 +8,10 @@ a stream.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from shoal.data.arguments import OnError, skipping
 from shoal.data.files import identity_of
@@ -21,9 +22,6 @@ from shoal.data.order import Indices
 from shoal.data.sources.source import Source
 from shoal.data.stream import OwnStream, Stream
 from shoal.errors import ConfigError, DataError, NoSuchColumn
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _BLOCK_ROWS = 1 << 15
 

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from shoal.data.arguments import OnError, skipping
 from shoal.data.files import FileInfo, Files, SharedFiles, Where, identity_of, in_threads, remembered
-from shoal.data.formats.arrow import BadRows, Fill, as_indices, as_numpy, columns_of, decoded, file_of
-from shoal.data.formats.table import Column, DecodedRows, TableBlock, empty_rows, joined_rows
+from shoal.data.formats.arrow import Fill, as_indices, as_numpy, columns_of, decoded, file_of
+from shoal.data.formats.table import BadRows, Column, DecodedRows, TableBlock, empty_rows, joined_rows
 from shoal.data.formats.table_source import TableSource, check_names, chosen, label_names
 from shoal.data.remote.copies import CopiedFiles
 from shoal.data.remote.located_files import files_at
 from shoal.errors import ConfigError, FileDamaged, NoSuchColumn, SchemasDiffer
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
 OPERATIONS = ("==", "=", "!=", "<", "<=", ">", ">=", "in", "not in")
 
@@ -85,9 +84,6 @@ class Condition(NamedTuple):
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
         """The rows that fulfil it."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         array: Any = table.column(self.column)
         if self.operation in ("in", "not in"):
             found: Any = pc.is_in(array, value_set=pa.array(list(self.value)).cast(array.type))
@@ -140,9 +136,6 @@ def _normal(where: Any) -> list[Sequence[Any]]:
 
 
 def _condition(given: Any, types: Mapping[str, pa.DataType], file: str) -> Condition:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if not isinstance(given, (tuple, list)) or len(given) != 3 or given[1] not in OPERATIONS:
         raise ConfigError(_shape(given))
     name, operation, value = given
@@ -179,8 +172,6 @@ def _condition(given: Any, types: Mapping[str, pa.DataType], file: str) -> Condi
 
 def _converted(value: Any, kind: Any) -> Any:
     """A time may be given as text."""
-    import pyarrow as pa
-
     if isinstance(value, str) and pa.types.is_temporal(kind):
         return pa.scalar(value).cast(kind).as_py()
     return value
@@ -284,8 +275,6 @@ class ParquetTable:
             self._files.narrow(info.url, self._wanted_ranges(file))
 
     def read(self, block: int) -> DecodedRows:
-        import pyarrow as pa
-
         part = self._parts[block]
         try:
             return self._read(part.file, part.groups)
@@ -324,8 +313,6 @@ class ParquetTable:
 
     def _read_or_bad(self, file: int, group: int) -> DecodedRows:
         """A row group, or one of which each row is a bad sample."""
-        import pyarrow as pa
-
         try:
             return self._read(file, [group])
         except (pa.ArrowException, OSError) as error:
@@ -347,9 +334,6 @@ class ParquetTable:
         return {**said, "where": self._predicate.describe()} if self._predicate else said
 
     def _footer(self, info: FileInfo) -> pq.FileMetaData:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         if info.num_bytes == 0:
             raise FileDamaged(url=info.url, problem="it is empty, and even a table without rows has a footer")
         try:
@@ -360,8 +344,6 @@ class ParquetTable:
 
     def _open(self, file: int) -> pq.ParquetFile:
         """One per reader: they are not to be shared between threads."""
-        import pyarrow.parquet as pq
-
         return pq.ParquetFile(
             file_of(self._files, self._infos[file]),
             metadata=self._footers[file],
@@ -432,8 +414,6 @@ class ParquetTable:
         return kept
 
     def _count(self, at: tuple[int, int]) -> int:
-        import pyarrow as pa
-
         assert self._predicate
         file, group = at
         try:

@@ -18,9 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import pyarrow as pa
+
 from shoal.data.arguments import OnError, above_zero, by_name, skipping, whole_number
 from shoal.data.files import identity_of, remembered
-from shoal.data.formats.arrow import BadRows, Fill, arrow_type, column_of, decoded
+from shoal.data.formats.arrow import Fill, arrow_type, column_of, decoded
 from shoal.data.formats.databases import (
     ConnectionGone,
     Database,
@@ -30,7 +32,7 @@ from shoal.data.formats.databases import (
     database_of,
     quoted,
 )
-from shoal.data.formats.table import Column, DecodedRows, TableBlock
+from shoal.data.formats.table import BadRows, Column, DecodedRows, TableBlock
 from shoal.data.formats.table_source import TableSource, check_names, chosen, label_names
 from shoal.errors import (
     ConfigError,
@@ -415,8 +417,6 @@ class SqlTable:
 
     def _as_said(self, column: SqlColumn) -> SqlColumn:
         """As `schema=` says it, where text is asked for and values may be of several types."""
-        import pyarrow as pa
-
         said = (self._wish.schema or {}).get(column.name)
         if said is None or not column.as_text or arrow_type(column.name, said) != pa.string():
             return column

@@ -8,7 +8,7 @@ the number of strings and the length of each, as uint32, then the strings.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -120,6 +120,35 @@ class TableBlock:
 
     first_row: int = 0
     """Of its file, from 0; messages count from 1."""
+
+
+Address = Callable[[int], dict[str, Any]]
+"""Row of a block to the arguments of BadSample that say where it is."""
+
+
+class BadRows(Mapping[int, BadSample]):
+    """Errors of the bad rows of a block, made when they are asked for: there may be many."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._found: dict[int, tuple[str | None, str]] = {}
+
+    def add(self, row: int, column: str | None, reason: str) -> None:
+        """Record an error of a row; the first one of a row is the one reported."""
+        self._found.setdefault(row, (column, reason))
+
+    def __getitem__(self, row: int) -> BadSample:
+        column, reason = self._found[row]
+        return BadSample(**self._address(row), column=column, reason=reason)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._found
 
 
 @dataclass(frozen=True, slots=True)

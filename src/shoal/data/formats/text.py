@@ -10,16 +10,18 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
 
 from shoal.data.arguments import OnError, by_name, flag, skipping
 from shoal.data.arguments import names as list_of_names
 from shoal.data.files import Where
 from shoal.data.formats.arrow import (
     ArrowArray,
-    BadRows,
     Fill,
     arrow_type,
     as_file,
@@ -43,15 +45,12 @@ from shoal.data.formats.lines import (
     depth_of,
     rows_of,
 )
-from shoal.data.formats.table import DecodedRows
+from shoal.data.formats.table import BadRows, DecodedRows
 from shoal.data.formats.table_source import TableSource, check_names, chosen, label_names
 from shoal.data.remote.copies import CopiedFiles
 from shoal.data.remote.located_files import files_at
 from shoal.data.stream import Stream
 from shoal.errors import ConfigError, DataError, FileDamaged, SchemasDiffer
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 MISSING_VALUES = ("", "NA", "N/A", "#N/A", "null", "NULL", "None")
 """Spellings of a missing value in a column of CSV that is not text; "nan" is a float."""
@@ -193,8 +192,6 @@ class _TypedDecoder(TextDecoder):
         fill: Mapping[str, Any] | None,
         url: str,
     ) -> None:
-        import pyarrow as pa
-
         self._types, self._given = types, given
         self.columns = columns_of(pa.schema(list(types.items())), url)
         self._readable = {name: readable_type(kind) for name, kind in types.items()}
@@ -205,8 +202,6 @@ class _TypedDecoder(TextDecoder):
 
     def _explain(self, name: str, value: str) -> str:
         """Message about a value that is not of its column's type."""
-        import pyarrow as pa
-
         names: dict[pa.DataType, str] = {
             pa.float16(): "float16",
             pa.float32(): "float32",
@@ -251,8 +246,6 @@ class CsvParser:
 
         `odd_row` is called with each row of another number of fields.
         """
-        import pyarrow.csv
-
         quote = self._quote
         block: dict[str, Any] = {"block_size": _block_bytes(text)}
         if odd_row is not None:
@@ -354,8 +347,6 @@ class CsvDecoder(_TypedDecoder):
             )
 
     def decode(self, text: bytes, num_rows: int, place: TextPlace) -> DecodedRows:
-        import pyarrow as pa
-
         names = self._named[place.file]
         bad = BadRows(LineAddress(text, place, self._parser.rules))
         try:
@@ -384,8 +375,6 @@ class CsvDecoder(_TypedDecoder):
         self, given: Mapping[str, pa.DataType], urls: Sequence[str], texts: Iterable[tuple[int, bytes]]
     ) -> dict[str, pa.DataType]:
         """The given types, and those Arrow infers from the first rows that have a value."""
-        import pyarrow as pa
-
         types = {name: kind for name, kind in given.items() if not pa.types.is_timestamp(kind)}
         unknown = [name for name in self._wanted if name not in types]
         for number, (file, text) in enumerate(texts):
@@ -425,8 +414,6 @@ class CsvDecoder(_TypedDecoder):
         Slow and exact: values are judged by the converter that refused them.
         Columns without a type are inferred.
         """
-        import pyarrow as pa
-
         odd: list[int] = []
 
         def odd_row(row: Any) -> str:
@@ -464,8 +451,6 @@ class CsvDecoder(_TypedDecoder):
 
 def _as_text(column: ArrowArray) -> tuple[ArrowArray, set[int]]:
     """As strings, with "" for what is no UTF-8, and the places of that."""
-    import pyarrow as pa
-
     try:
         return column.cast(pa.string()), set()
     except pa.ArrowInvalid:
@@ -476,9 +461,6 @@ def _as_text(column: ArrowArray) -> tuple[ArrowArray, set[int]]:
 
 def _converted(column: ArrowArray, kind: pa.DataType | None) -> ArrowArray:
     """Strings as the CSV converter of a type takes them, or as it infers the type."""
-    import pyarrow as pa
-    import pyarrow.csv
-
     if kind == pa.string() or not len(column):
         return column.cast(kind or pa.string())
     buffer = pa.BufferOutputStream()
@@ -507,8 +489,6 @@ class JsonDecoder(_TypedDecoder):
         schema: Mapping[str, Any] | None,
         fill: Mapping[str, Any] | None,
     ) -> None:
-        import pyarrow as pa
-
         given = {name: arrow_type(name, said) for name, said in by_name("schema=", schema).items()}
         asked = None if columns is None else [*list_of_names("columns=", columns), *needed]
         found = self._find_types(url, given, asked, texts)
@@ -518,8 +498,6 @@ class JsonDecoder(_TypedDecoder):
         self._schema = pa.schema(list(self._readable.items()))
 
     def decode(self, text: bytes, num_rows: int, place: TextPlace) -> DecodedRows:
-        import pyarrow as pa
-
         bad = BadRows(LineAddress(text, place, _JSON_RULES))
         try:
             # Arrow takes strings as they are.
@@ -541,8 +519,6 @@ class JsonDecoder(_TypedDecoder):
         texts: Iterable[tuple[int, bytes]],
     ) -> dict[str, pa.DataType]:
         """Types of all columns, or at least of those wanted: the given ones, and those Arrow infers from the first rows."""
-        import pyarrow as pa
-
         found: dict[str, pa.DataType] = {}  # in the order of the file, types that nobody knows yet among them
         for number, (_, text) in enumerate(texts):
             asked = found.keys() | given.keys() if wanted is None else wanted
@@ -568,8 +544,6 @@ class JsonDecoder(_TypedDecoder):
 
     def _careful(self, rows: Sequence[dict[str, Any] | None], bad: BadRows) -> pa.Table:
         """Rows of a text that Arrow refuses; values that are not of their type are added to `bad` and are null."""
-        import pyarrow as pa
-
         columns = {}
         for field in self._schema:
             values = [None if row is None else row.get(field.name) for row in rows]
@@ -612,8 +586,6 @@ def _block_bytes(text: bytes) -> int:
 
 def _parsed(text: bytes, schema: pa.Schema | None) -> pa.Table:
     """RecursionError where Arrow's parser would end the process."""
-    import pyarrow.json
-
     if depth_of(text) > _DEEPEST:
         raise RecursionError
     options = pyarrow.json.ParseOptions(
@@ -668,8 +640,6 @@ def _inferred(values: list[Any]) -> pa.DataType:
 
 
 def _array(values: list[Any], kind: pa.DataType) -> ArrowArray:
-    import pyarrow as pa
-
     for value in values:
         _refuse_kin(value, kind)
     if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
@@ -685,8 +655,6 @@ def _array(values: list[Any], kind: pa.DataType) -> ArrowArray:
 
 def _refuse_kin(value: Any, kind: Any) -> None:
     """Python takes True for a number and 1.5 for a whole one, and JSON does not."""
-    import pyarrow as pa
-
     if isinstance(value, bool) and not pa.types.is_boolean(kind):
         raise TypeError("a bool is no number")
     if isinstance(value, float) and pa.types.is_integer(kind):

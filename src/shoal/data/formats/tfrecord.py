@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 
 from shoal.data.arguments import OnError, skipping
 from shoal.data.files import FileInfo, Files, Where, identity_of, remembered
-from shoal.data.formats.arrow import BadRows
 from shoal.data.formats.example import Wanted, masked_crc, wanted_features
 from shoal.data.formats.example_parser import ExampleParser
-from shoal.data.formats.table import Column, DecodedRows, TableBlock, empty_rows
+from shoal.data.formats.table import BadRows, Column, DecodedRows, TableBlock, empty_rows
 from shoal.data.formats.table_source import RowStream, TableSource, open_row_stream
 from shoal.data.remote.copies import CopiedFiles
 from shoal.data.remote.located_files import files_at

@@ -189,7 +189,7 @@ class _Walk:
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    """What a stage is made of; what it remembers of its work is no part of that."""
+    """Attributes that define a stage; caches of its own are left out."""
     found = dict(vars(thing)) if hasattr(thing, "__dict__") else {}
     table = found.get("table")
     if isinstance(getattr(table, "identity", None), str):

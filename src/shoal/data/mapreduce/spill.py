@@ -88,7 +88,7 @@ def decode_key(data: bytes) -> Key:
 
 
 def partition_of(encoded: bytes, num_partitions: int) -> int:
-    """Where a key is reduced: the same in every process and on every host."""
+    """Partition in which a key is reduced: the same in every process and on every host."""
     return zlib.crc32(encoded) % num_partitions
 
 
@@ -311,18 +311,12 @@ class RunWriter:
 
 def merged(runs: Iterable[Iterable[Record]]) -> Iterator[Record]:
     """Several runs as one: by key, and equal keys in the order of the runs."""
-    # The run's number decides between equal keys, so that values are never compared.
-    numbered = [_numbered(number, run) for number, run in enumerate(runs)]
-    return ((key, value) for key, _, value in heapq.merge(*numbered))
+    return heapq.merge(*runs, key=operator.itemgetter(0))  # values are never compared
 
 
 def merged_in_memory(runs: Iterable[list[Record]]) -> list[Record]:
     """The same of runs that fit into memory: a sort finds them sorted already, and is four times as fast."""
     return sorted(itertools.chain.from_iterable(runs), key=operator.itemgetter(0))
-
-
-def _numbered(number: int, run: Iterable[Record]) -> Iterator[tuple[bytes, int, bytes]]:
-    return ((key, number, value) for key, value in run)
 
 
 def record_bytes(key: bytes, value: bytes) -> int:
@@ -419,7 +413,7 @@ class SpillBuffer:
         self._runs.append(path)
 
     def _write(self, path: Path, spilled: list[Path]) -> None:
-        """What is in memory, and these spilled files before it, as one file of runs."""
+        """Write these spilled files, then the records in memory, as one file of runs."""
         with contextlib.ExitStack() as opened:
             files = [opened.enter_context(contextlib.closing(RunFile(run))) for run in spilled]
             writer = opened.enter_context(RunWriter(path, self._num_partitions))
@@ -431,7 +425,7 @@ class SpillBuffer:
                     writer.add(partition, key, value)
 
     def _sorted(self) -> list[Iterator[Record]]:
-        """What is in memory, out of it: a run per partition."""
+        """Take the records out of memory: a sorted run per partition."""
         entries = [(encode_key(key), listed) for key, listed in self._plain.items()]
         entries += self._encoded.items()
         self._plain, self._encoded, self._num_bytes = {}, {}, 0
@@ -462,7 +456,7 @@ class SpillBuffer:
 
 
 def combined(combine: Combine, key: Key, listed: Any, *, what: str = "combine") -> Any:
-    """What the user's function makes of a key's values; its errors say which key."""
+    """Combine a key's values by the user's function; its errors name the key."""
     try:
         return combine(key, listed)
     except Exception as error:

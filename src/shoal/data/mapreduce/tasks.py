@@ -197,7 +197,7 @@ _POLL_S = (0.005, 0.1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatePlan:
-    """What is computed. How it is cut into tasks follows from it alone, never from who runs them."""
+    """Definition of an aggregate. Its tasks follow from it alone, never from the processes that run them."""
 
     map: Callable[[Any], Iterable[tuple[Any, Any]]]
     """Sample or batch -> (key, value) pairs."""
@@ -354,7 +354,10 @@ class Tasks:
                 try:
                     for number_of_pair, pair in enumerate(_pairs(plan.map(piece.value))):
                         if type(pair) is not tuple or len(pair) != 2:
-                            raise _no_pair(pair)
+                            raise DataError(
+                                f"the map function yielded a {type(pair).__name__} where a pair (key, value) belongs. "
+                                "Nothing was computed."
+                            )
                         buffer.add(*pair)
                         if number_of_pair % _BEAT_EVERY == 0:
                             claim.beat()
@@ -437,12 +440,6 @@ def _pairs(given: Any) -> Iterator[Any]:
         ) from None
 
 
-def _no_pair(given: Any) -> DataError:
-    return DataError(
-        f"the map function yielded a {type(given).__name__} where a pair (key, value) belongs. Nothing was computed."
-    )
-
-
 def _growing() -> Iterator[float]:
     pause_s, longest_s = _POLL_S
     while True:
@@ -455,7 +452,7 @@ _AT_ONCE = 256
 
 
 class MapInput(NamedTuple):
-    """What the map function is given once."""
+    """Input of one call of the map function."""
 
     what: str
     """For messages: which samples these are."""

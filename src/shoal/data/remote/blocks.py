@@ -172,7 +172,7 @@ class HostCache:
                 (self._directory / name).unlink()
 
     def _known(self) -> dict[str, int]:
-        """What is here, found once: a block server may take over from one that died."""
+        """Blocks in the cache, listed once: a block server may take over from one that died."""
         if self._sizes is None:
             with os.scandir(self._directory) as entries:
                 found = [(entry.stat().st_mtime, entry.name, entry.stat().st_size) for entry in entries]

@@ -42,7 +42,7 @@ _STALLED_S = 1.0  # nothing came for so long: whoever passes blocks on may be de
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocationConfig:
-    """Where files are, and how they get to hosts that lack them."""
+    """Location of files, and their way to hosts that lack them."""
 
     kind: Literal["central", "resident"]
     """One host has all, or each has some."""

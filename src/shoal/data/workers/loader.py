@@ -144,7 +144,7 @@ class _Requests:
     def send(
         self, requests: Iterable[tuple[BatchShare, ReadRequest]]
     ) -> deque[tuple[BatchShare, ReadRequest]]:
-        """What the next pass asks for; returns where its shares wait."""
+        """Set the next pass's requests; return the queue of their shares."""
         self._requests, self.waiting = requests, deque()
         return self.waiting
 

@@ -67,7 +67,7 @@ class PoolTicket(NamedTuple, Generic[Task]):
 
 
 class SuspectTask(NamedTuple, Generic[Task]):
-    """What a process was at when it died."""
+    """Task that a process was running when it died."""
 
     task: Task
     num_deaths: int
@@ -97,7 +97,7 @@ class TaskQueue(Generic[Task, Result]):
         self._held[process] = deque()
 
     def hand_out(self) -> list[PoolTicket[Task]]:
-        """What to send now, in order. A process that holds little is served first."""
+        """Tasks to send now, in order. A process that holds little is served first."""
         tickets = []
         while free := [process for process, held in self._held.items() if len(held) < self._ahead]:
             process = min(free, key=lambda process: len(self._held[process]))
@@ -515,7 +515,7 @@ def _refused(why: object) -> ClusterError:
 
 
 def _stack_of(child: _ReaderProcess) -> list[str]:
-    """Where a process stands in the user's code, innermost first; empty where it does not say."""
+    """Stack of a process in the user's code, innermost first; empty where it is not known."""
     child.send_signal(ASKS_FOR_STACK)
     deadline = time.monotonic() + _STACK_WITHIN_S
     while time.monotonic() < deadline:
@@ -633,7 +633,7 @@ class _Pass:
             self._feed.give_back(pool)
 
     def _end(self) -> None:
-        """Whatever was on the way when an error came must not be met by the next pass."""
+        """End the pass: results under way when an error came must not reach the next pass."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()

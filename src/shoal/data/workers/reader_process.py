@@ -51,7 +51,7 @@ _MAX_USED_SEGMENTS = 16
 
 
 class Parcel(NamedTuple):
-    """Where a value lies."""
+    """Location of a value in shared memory."""
 
     segment: int
     num_bytes: int
@@ -242,7 +242,7 @@ class Delivery(NamedTuple):
 
 
 class ReadOutcome(NamedTuple):
-    """What came of a task."""
+    """Result or error of a task."""
 
     value: Any
     error: BaseException | None = None
@@ -267,7 +267,7 @@ class ReadOutcome(NamedTuple):
 
 
 def task_packet(order: ReadTask) -> tuple[bytes, int | None]:
-    """What to send, and a file beside it, the caller's to close."""
+    """Message of a task, and a file beside it, the caller's to close."""
     data = bytes(ForkingPickler.dumps(order))
     if len(data) <= INLINE_BYTES:
         return data, None
@@ -296,7 +296,7 @@ def serve(work: Callable[[Any], Any], line: socket.socket, notes: int) -> None:
 
 
 class _Inbox:
-    """What this process has been told, and has not done yet."""
+    """Orders received by this process and not done yet."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
