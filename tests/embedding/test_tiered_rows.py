@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal.config.parallel_options import TABLE_KEEP
 from shoal.embedding.row_table import RowTable
 from shoal.embedding.tiered_rows import BLOCK, RowBudget, RowFile, TieredRows
 from shoal.errors import TableMemoryTooSmall, TablesFull
@@ -80,6 +81,22 @@ def test_hot_rows_stay_in_memory(tmp_path: Path) -> None:
     # Each step brings as many new rows as are hot.
     assert rows.num_misses < 1.2 * 30 * BLOCK
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("keep", "num_missing"), [("recent", BLOCK), ("frequent", 0)])
+def test_rows_used_often_outlast_others_where_uses_are_counted(
+    tmp_path: Path, keep: str, num_missing: int
+) -> None:
+    table = RowTable(spec(), RowBudget(2 * BLOCK * ROW_BYTES, str(tmp_path), most_uses=TABLE_KEEP[keep]))
+    often, grads = np.arange(BLOCK), np.ones((BLOCK, 4), np.float32)
+    for _ in range(30):
+        table.apply(often, grads)
+    for number in range(1, 6):
+        for _ in range(2):
+            table.apply(often + number * BLOCK, grads)
+    before = rows_of(table).num_misses
+    table.apply(often, grads)
+    assert rows_of(table).num_misses - before == num_missing
 
 
 def test_a_table_that_comes_late_gets_its_share(tmp_path: Path) -> None:

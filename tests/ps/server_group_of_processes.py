@@ -2,30 +2,72 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
 from shoal.cluster.hosts.authority import Authority
-from shoal.cluster.launch.roles import ServerSpec, encode_spec
+from shoal.cluster.launch.roles import PRELOAD_WITH_SERVERS, ServerSpec, encode_spec
+from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.runtime.transport import tls, unix
 from shoal.runtime.transport.framing import read_message, send_message
 from shoal.runtime.transport.messages.client_server import Hello
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.shared_client import Link
+from waiting import wait_until
 
 HELLO = Hello(name="worker-0", incarnation=0)
 FAKE = Path(__file__).parent / "fake_server.py"
-REAL = (
-    "import sys; from shoal.ps.server import process as server_process; sys.exit(server_process.main(bytes.fromhex(sys.argv[1]), "
-    "{name: int(fd) for name, _, fd in (each.partition('=') for each in sys.argv[2:])}))"
-)
+
+
+@functools.cache
+def _warm_parent() -> WarmParent:
+    """Imports torch and the kernels once for all servers of the session."""
+    warm = WarmParent("servers", preload=PRELOAD_WITH_SERVERS)
+    atexit.register(warm.close)
+    return warm
+
+
+class Forked:
+    """A server forked from the warm parent, with what these tests use of a Popen."""
+
+    _codes: ClassVar[dict[int, int]] = {}
+
+    def __init__(self, spec: bytes, fds: dict[str, int]) -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with its server
+        self.pid = _warm_parent().fork(
+            "server", title="shoal server", spec=spec, fds={**fds, "stderr": self._said.fileno()}
+        )
+
+    @property
+    def returncode(self) -> int | None:
+        self._codes.update((each.pid, each.code) for each in _warm_parent().exits())
+        return self._codes.get(self.pid)
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        _warm_parent().signal(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float) -> tuple[None, str]:
+        assert wait_until(lambda: self.returncode is not None, timeout)
+        self._said.seek(0)
+        return None, self._said.read()
+
+    def close(self) -> None:
+        self._said.close()
 
 
 class Coordinator:
@@ -76,7 +118,7 @@ class Server:
         authority: Authority | None = None,
         **told: int,
     ) -> None:
-        self._program = ["-c", REAL] if is_real else [str(FAKE)]
+        self._is_real = is_real
         self.path, self.number = folder / f"server-{number}", number
         self.listener = unix.listen(self.path)
         self._told, self._coordinator, self._authority = told, coordinator, authority
@@ -85,7 +127,7 @@ class Server:
             self._tcp = tls.listen("127.0.0.1")
             scheme = authority.issue("server-0").scheme
             self.address = tls.join_address(scheme, *self._tcp.getsockname()[:2])
-        self.process: subprocess.Popen[str]
+        self.process: subprocess.Popen[str] | Forked
         self._links: list[Link] = []
 
     def link(self) -> Link:
@@ -112,14 +154,19 @@ class Server:
             )
             fds["tcp_listener"] = self._tcp.fileno()
         fds |= ways
-        self.process = subprocess.Popen(
-            [sys.executable, *self._program, encode_spec(spec).hex(), *(f"{n}={fd}" for n, fd in fds.items())],
-            pass_fds=list(fds.values()), stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        if self._is_real:
+            self.process = Forked(encode_spec(spec), fds)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, str(FAKE), encode_spec(spec).hex(), *(f"{n}={fd}" for n, fd in fds.items())],
+                pass_fds=list(fds.values()), stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
         for fd in ways.values():
             os.close(fd)
 
     def close(self) -> None:
+        if isinstance(self.process, Forked):
+            self.process.close()
         self.listener.close()
         if self._authority is not None:
             self._tcp.close()
@@ -128,6 +175,7 @@ class Server:
 
     def end(self) -> tuple[int, str]:
         _, said = self.process.communicate(timeout=60.0)
+        assert self.process.returncode is not None
         return self.process.returncode, said
 
 

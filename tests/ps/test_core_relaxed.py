@@ -14,6 +14,8 @@ from shoal.runtime.transport.messages.client_server import (
     Committed,
     DeclareMode,
     Hello,
+    MergedPart,
+    PullRows,
     ReadMarks,
     Rest,
     WriteMarks,
@@ -162,3 +164,77 @@ def test_values_that_are_no_gradients_are_not_filtered() -> None:
     bench.push(0, 1, 4.0, stream=1)
     bench.end(0, 1, stream=1)
     assert bench.rows() == [[4.0, 4.0]] * 2
+
+
+def test_a_push_of_several_batches_counts_them_all_once() -> None:
+    bench = Bench(DeclareMode(2, "ssp", bound=2))
+    bench.push(0, 3, 1.0, stream=7)
+    assert messages(bench.end(0, 3, stream=7, num_batches=3)) == [Committed(3, 3, 0)]
+    assert bench.core.state.clocks.clock(0) == 3
+    bench.push(1, 3, 1.0, stream=7)  # of a backup, which adds up the same batches
+    assert messages(bench.end(1, 3, stream=7, num_batches=3)) == [Committed(3, 3, 3, is_new=False)]
+    assert bench.rows() == [[-1.0, -1.0]] * 2
+
+
+def test_of_batches_some_of_which_count_nothing_is_applied_and_that_is_told() -> None:
+    bench = Bench(ASYNC)
+    bench.push(0, 2, 1.0, stream=7)
+    bench.end(0, 2, stream=7, num_batches=2)
+    bench.push(1, 4, 1.0, stream=7)
+    assert messages(bench.end(1, 4, stream=7, num_batches=4)) == [Committed(4, 2, 2, late=True, is_new=False)]
+    assert bench.rows() == [[-1.0, -1.0]] * 2
+    bench.push(1, 4, 1.0, stream=7)  # what is missing can still come
+    assert messages(bench.end(1, 4, stream=7, num_batches=2)) == [Committed(4, 4, 2)]
+
+
+def test_batches_that_a_worker_keeps_do_not_move_its_clock() -> None:
+    bench = Bench(DeclareMode(2, "ssp", bound=2))
+    bench.ask(1, PullRows(1, 2, 0, unpushed=2), [np.array([1, 5])], [out := np.zeros((2, 2), np.float32)])
+    assert not out.any()
+    assert bench.core.state.clocks.clock(0) == 0
+    assert bench.rows(3, peer=2) is None  # worker-0 has pushed nothing
+
+
+def test_pushes_of_several_workers_in_one_count_for_each_of_them() -> None:
+    bench = Bench(DeclareMode(3, "async"))
+    bench.push(0, 1, 3.0, stream=7)
+    merged = [MergedPart(8, 2, 2, 1), MergedPart(9, 1, 1, 2)]
+    assert messages(bench.end(0, 1, stream=7, merged=merged)) == [Committed(1, 4, 1)]
+    assert [bench.core.state.clocks.clock(rank) for rank in range(3)] == [1, 2, 1]
+    for rank, stream, seq in ((0, 7, 1), (1, 8, 2), (2, 9, 1)):  # sent again by those who heard nothing
+        bench.push(rank, seq, 1.0, stream=stream)
+        (answer,) = messages(bench.end(rank, seq, stream=stream))
+        assert isinstance(answer, Committed)
+        assert (answer.is_new, answer.late) == (False, False)
+    assert bench.rows() == [[-3.0, -3.0]] * 2
+
+
+def test_a_merged_push_with_a_part_that_counts_is_not_applied() -> None:
+    bench = Bench(DeclareMode(3, "async"))
+    bench.push(1, 1, 1.0, stream=8)
+    bench.end(1, 1, stream=8)
+    bench.push(0, 1, 2.0, stream=7)
+    (answer,) = messages(bench.end(0, 1, stream=7, merged=[MergedPart(8, 1, 1, 1)]))
+    assert isinstance(answer, Committed)
+    assert answer.late
+    assert bench.rows() == [[-1.0, -1.0]] * 2
+
+
+def test_a_merged_push_does_not_bring_back_who_died_meanwhile() -> None:
+    bench = Bench(DeclareMode(2, "ssp", bound=0))
+    bench.core.rank_dead(1, 0)
+    bench.push(0, 1, 1.0, stream=7)
+    bench.end(0, 1, stream=7, merged=[MergedPart(8, 1, 1, 1)])
+    assert bench.rows(5) is not None
+
+
+def test_a_stop_of_an_earlier_fit_is_over_with_the_first_merged_push_of_the_next() -> None:
+    bench = Bench(ASYNC)
+    first, second = 1 << 32 | 1, 2 << 32 | 1
+    bench.push(0, 1, 1.0, stream=first)
+    bench.end(0, 1, stream=first, vector=np.array([1.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
+    bench.ask(9, Hello("kv-aggregator-0-0", 0))
+    bench.push(0, 1, 1.0, stream=second, peer=9)
+    (answer,) = messages(bench.end(0, 1, stream=second, peer=9, merged=[MergedPart(second + 1, 1, 1, 1)]))
+    assert isinstance(answer, Committed)
+    assert (answer.is_new, answer.wishes) == (True, 0)

@@ -41,7 +41,16 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 class Pair:
     """The same parameters under torch and in a store."""
 
-    def __init__(self, name: str, options: dict[str, Any], *, chunk_bytes: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: dict[str, Any],
+        *,
+        chunk_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        self.device = device
         torch.manual_seed(5)
         shapes = {key: shape for key, shape in SHAPES.items() if name != "Muon" or len(shape) == 2}
         self.params = {key: nn.Parameter(torch.randn(shape, dtype=dtype)) for key, shape in shapes.items()}
@@ -71,7 +80,7 @@ class Pair:
         ]
 
     def new_store(self, chunks: list[ChunkSpec]) -> DenseStore:
-        store = DenseStore()
+        store = DenseStore(self.device)
         store.declare(chunks, self.name, self.groups())
         return store
 
@@ -125,6 +134,31 @@ def test_parts_that_were_one_parameter_may_come_to_differ(name: str, options: di
     for number in range(4):
         pair.step(number, unused="short" if number == 2 else None)
     assert pair.is_equal()
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon"])
+def test_a_store_on_a_device_takes_and_gives_what_one_in_shared_memory_does(name: str) -> None:
+    pairs = [
+        Pair(name, {"lr": 0.1}, chunk_bytes=1 << 20, dtype=torch.float32, device=device)
+        for device in (None, torch.device("cpu"))
+    ]
+    for pair in pairs:
+        torch.manual_seed(7)
+        pair.step(0)
+        copied = pair.new_store(pair.chunks)
+        for chunk in pair.chunks:
+            copied.write(chunk.number, *pair.store.read(chunk.number))  # as a replica is filled
+        pair.store = copied
+        pair.step(1, unused="wide")  # parts that were one parameter are cut
+        assert pair.is_equal()
+    chunk = pairs[0].chunks[0]
+    shared, on_device = (pair.store.read(chunk.number) for pair in pairs)
+    assert is_same(shared, on_device)
+    out = torch.empty_like(shared[0])
+    pairs[1].store.pull(chunk.number, out.numpy())
+    assert torch.equal(out, shared[0])
+    assert pairs[0].store.memory.sizes
+    assert not pairs[1].store.memory.sizes  # nothing that a client could map
 
 
 def is_same(one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> bool:

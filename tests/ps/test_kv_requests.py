@@ -211,3 +211,17 @@ def test_tables_of_names_have_numbers_that_no_model_has_and_differ() -> None:
     numbers = {kv_module.table_number(f"table {n}") for n in range(1000)}
     assert len(numbers) == 1000
     assert min(numbers) >= FIRST_NAMED
+
+
+def test_a_push_counts_for_its_own_table_on_servers_that_have_none_of_its_keys_too() -> None:
+    world = World(0)
+    kv = client(world)
+    table = kv.table("few", dim=1, rule="add")
+    for _ in range(3):
+        kv.push(table, [1], [[1.0]])
+    kv.wait()
+    number = next(iter(kv._tables.values())).number
+    for core in world.cores.values():
+        assert set(core.state.applied.steps(number)[core.mine].tolist()) == {3}
+        assert not core.state.applied.steps(0).any()  # of a model's steps it is none
+    kv.close()

@@ -19,6 +19,8 @@ from shoal.runtime.transport.messages.client_server import (
     Note,
     Post,
     Posted,
+    Pulled,
+    PullRows,
     ReadMarks,
     Replicate,
     Replicated,
@@ -92,6 +94,37 @@ def test_nothing_is_acknowledged_before_the_replica_has_it() -> None:
     assert messages(pair.note(pair.end(0, 1, stream=1))) == []
     assert messages(pair.deliver()) == [Committed(1, 1, 1)]
     assert slot_digests(pair.cores[0].state) == slot_digests(pair.cores[1].state)
+
+
+def test_a_replica_answers_an_exact_pull_once_it_has_followed_to_that_step_and_no_relaxed_one() -> None:
+    def ask_replica(pair: Pair, clock: int) -> tuple[list[Any], Any]:
+        out = np.zeros((2, 2), np.float32)
+        pull = PullRows(pair.view, clock, 0, is_nearby=True)
+        frames = [memoryview(np.array([1, 5])).cast("B")]
+        return messages(pair.cores[1].hear(Request(1, 9, pull, frames, [memoryview(out).cast("B")]))), out
+
+    pair = Pair(DeclareMode(1, "exact"))
+    pair.cores[1].hear(Request(1, 1, Hello("worker-0", 0), [], []))
+    assert ask_replica(pair, 0)[0] == [Pulled(0, 0)]
+    answers, out = ask_replica(pair, 1)  # ahead of the step, as a worker asks
+    pair.push(0, 1, 3.0)
+    pair.note(pair.end(0, 1))
+    assert (answers, pair.rows(1), out.tolist()) == ([], [[-3.0, -3.0]] * 2, [[0.0, 0.0]] * 2)
+    pair.deliver()
+    assert out.tolist() == pair.rows(1)
+    # In a new view it does not know whether it has all of the slots before their primary has said so.
+    pair.view = 2
+    for core in pair.cores:
+        pair.note(core.view(ServerView(2, [[0, 1]] * 256, {0: 0, 1: 0})))
+    answers, out = ask_replica(pair, 1)
+    assert (answers, out.tolist()) == ([], [[0.0, 0.0]] * 2)
+    pair.deliver()
+    assert out.tolist() == pair.rows(1)
+
+    pair = Pair(ASYNC)
+    pair.cores[1].hear(Request(1, 1, Hello("worker-0", 0), [], []))
+    (refused,) = ask_replica(pair, 0)[0]
+    assert "another server" in refused.reason
 
 
 def test_a_repeat_on_one_connection_counts_once() -> None:

@@ -14,7 +14,6 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from shoal.errors import ConfigError
@@ -79,6 +78,8 @@ class Registry(dict[str, C], Generic[C]):
         """The choice and its settings, defaults filled in; ConfigError for an unknown name or setting."""
         name, _, rest = text.partition(":")
         if name not in self:
+            from difflib import get_close_matches  # not where nothing is misspelt: it takes milliseconds
+
             guess = get_close_matches(name, self, n=1)
             hint = f"Did you mean '{guess[0]}'? " if guess else ""
             raise ConfigError(
@@ -174,7 +175,9 @@ COMPRESSORS = Registry(
         push="fp16",
         pull="bf16",
     ),
-    CompressorChoice("int8", "a quarter of the bytes", f"{_COMPRESSION}.int8:Int8", push="int8", pull="bf16"),
+    CompressorChoice(
+        "int8", "a quarter of the bytes", f"{_COMPRESSION}.int8:Int8Compressor", push="int8", pull="bf16"
+    ),
     CompressorChoice(
         "topk:ratio=0.01",
         "the largest hundredth, the rest is kept for later (error feedback)",

@@ -9,10 +9,8 @@ is the supervisor's to do when it hears of it; `Injector` tells it what is due.
 
 from __future__ import annotations
 
-import random
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from shoal.errors import ConfigError
@@ -138,13 +136,13 @@ class Faults:
     def exit(
         self, process: str, *, at_step: int | None = None, at: str | None = None, incarnation: int = 0
     ) -> Faults:
-        """It leaves at once with exit code 70, as after a call of `os._exit` in a library."""
+        """Leave at once with exit code 70, as after a call of `os._exit` in a library."""
         return self._and("exit", process, at_step, at=at, incarnation=incarnation)
 
     def fail(
         self, process: str, *, at_step: int | None = None, at: str | None = None, incarnation: int = 0
     ) -> Faults:
-        """It raises an exception, which ends the job: exceptions are not retried."""
+        """Raise an exception, which ends the job: exceptions are not retried."""
         return self._and("raise", process, at_step, at=at, incarnation=incarnation)
 
     @classmethod
@@ -174,6 +172,8 @@ class Faults:
         cls, *, seed: int, num_workers: int, every_s: float, for_s: float, num_servers: int = 0
     ) -> Faults:
         """Faults at random moments, one in `every_s` seconds on average; the same for the same arguments."""
+        import random
+
         draw = random.Random(seed)
         faults, at_s = cls(), draw.expovariate(1 / every_s)
         while at_s < for_s:
@@ -216,6 +216,8 @@ class Faults:
                 f"'{process}' is no process of a job: write 'worker-0', 'server-0' or 'coordinator'."
             )
         if at is not None and at not in POINTS:
+            from difflib import get_close_matches
+
             close = get_close_matches(at, POINTS, n=1)
             guess = f" Did you mean '{close[0]}'?" if close else f" There are: {', '.join(POINTS)}."
             raise ConfigError(f"there is no failpoint '{at}'.{guess}")
@@ -267,7 +269,7 @@ class Injector:
         self._paused_at: dict[int, float] = {}  # by pid
 
     def due(self, *, since_start_s: float, step: int) -> list[Fault]:
-        """What must happen now; each is told once."""
+        """Faults that are due now; each is returned once."""
         due = [
             fault
             for fault in self._waiting

@@ -292,7 +292,7 @@ def parse_bind(said: str) -> tuple[str, int]:
 
 
 def read_cluster(text: str, source: str) -> dict[str, Any]:
-    """What a cluster file says, as keyword arguments of HostsConfig.
+    """Content of a cluster file, as keyword arguments of HostsConfig.
 
     bind = "10.0.0.1:7070"
     [[host]]
@@ -333,7 +333,7 @@ def read_cluster(text: str, source: str) -> dict[str, Any]:
 
 
 def read_tf_config(text: str) -> dict[str, Any]:
-    """What TensorFlow's TF_CONFIG says, as keyword arguments of HostsConfig: chief and workers, and `ps` as servers."""
+    """Content of TensorFlow's TF_CONFIG, as keyword arguments of HostsConfig: chief and workers, and `ps` as servers."""
     try:
         cluster = json.loads(text)["cluster"]
         workers = [str(each) for role in ("chief", "master", "worker") for each in cluster.get(role, [])]

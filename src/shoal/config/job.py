@@ -228,9 +228,17 @@ def is_shared() -> bool:
     return _is_shared
 
 
+rank_asked_at: dict[tuple[str, int], None] = {}
+"""Under `shoal verify`: files and lines that asked for the rank, which a result may hang on."""
+
+
 def rank() -> int:
     """This process's number, 0..num_workers-1."""
-    return share().rank
+    job = share()
+    if job.verify is not None:
+        asking = sys._getframe(1)
+        rank_asked_at[asking.f_code.co_filename, asking.f_lineno] = None
+    return job.rank
 
 
 def num_workers() -> int:
@@ -248,7 +256,7 @@ def refuse_others(env: Mapping[str, str] = os.environ) -> None:
 
 
 def _join_world() -> None:
-    """Where another launcher started this script several times: have `shoal run --on` take over, in this very process.
+    """Hand a script that another launcher started several times over to `shoal run --on`, in this process.
 
     Nothing was trained yet, so the script begins anew there. One that has a process group already, or is a module or no
     file, cannot, and is refused.

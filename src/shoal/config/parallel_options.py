@@ -36,6 +36,11 @@ DEFAULT_SCHEDULE = "1f1b"
 MAX_SYNC_EVERY = 1_000_000
 """Beyond it the workers never sync within any run, and a number is a slip of the hand."""
 
+MAX_EVERY = 4096
+"""Steps of --push-every and --pull-every. Beyond it a worker trains alone, and a number is a slip of the hand."""
+
+MIN_ROW_CACHE, MAX_ROW_CACHE = 8, 1 << 30
+
 MAX_SNAPSHOT_EVERY = 1_000_000
 """Beyond it a number is a slip of the hand, or means 0."""
 
@@ -86,11 +91,29 @@ class ParallelOptions:
     push_norm: float | None = None
     """With the same: bound of a push's gradient norm, on each server. None: no bound."""
 
+    push_every: int | None = None
+    """With ps:ssp and ps:async: steps whose gradients a worker adds up before it pushes them as one. None: each is pushed."""
+
+    pull_every: int | None = None
+    """With the same: steps for which a worker uses the weights that it pulled, within the staleness bound. None: 1."""
+
+    row_cache: int | None = None
+    """With ps:ssp, ps:async and ps:hybrid: rows of each table that a worker keeps, within the staleness allowed. None: none."""
+
+    fan_in: int | None = None
+    """With ps:ssp and ps:async: workers of one host whose pushes are merged before the servers, at most. None: none are."""
+
     table_memory: str | None = None
     """With ps: bytes of rows (values and optimizer state) that each server keeps in memory, as "2G"; others are on disk. None: no limit."""
 
     table_dir: str | None = None
     """With `table_memory`: directory of the rows on disk. None: the run's, or where a host has none the system's for temporary files."""
+
+    server_device: str = "cpu"
+    """With ps: where servers keep dense parameters and their optimizer. "auto": on an accelerator where the host has one."""
+
+    table_keep: str | None = None
+    """With `table_memory`: which rows stay in memory, one of TABLE_KEEP. None: "balanced"."""
 
     snapshot_every: int | None = None
     """Steps between two snapshots, where ranks hold state of their own: see `shoal.train.checkpoint.saving`. 0: none. None: its default."""
@@ -128,7 +151,7 @@ def has_rank_local_state(options: ParallelOptions, strategy: str) -> bool:
     """Whether every worker holds state that no other has, so that none can be replaced from the others alone."""
     return (
         strategies.parse(strategy).base == "mesh"
-        or compressor_keeps_state(options.compress)
+        or (compressor_keeps_state(options.compress) and not strategies.parse(strategy).has_servers)
         or options.sync_every is not None
     )
 
@@ -157,7 +180,11 @@ def check(options: ParallelOptions, *, strategy: str, num_workers: int, num_host
     placement.check(options.device, num_workers=num_workers, strategy=strategy, is_mesh=name.base == "mesh")
     _check_sums(options, strategy)
     _check_push_filters(options, strategy)
+    _check_intervals(options, strategy)
+    _check_row_cache(options, strategy)
+    _check_fan_in(options, strategy, num_workers)
     _check_table_memory(options, strategy)
+    _check_server_device(options, strategy, num_hosts)
     _check_snapshots(options, strategy)
     if options.shard is not None:
         is_relaxed = name.mode in ("ssp", "async")
@@ -241,11 +268,20 @@ def _check_sums(options: ParallelOptions, strategy: str) -> None:
 
 def _check_codec(options: ParallelOptions, strategy: str) -> None:
     name = COMPRESSORS.parse(options.compress)[0].name
+    if name == "topk" and strategies.parse(strategy).mode in ("ssp", "async"):
+        if options.fan_in is not None:
+            raise ConfigError(
+                f"--compress {options.compress} keeps a part of each worker's gradient for its next push, and --fan-in {options.fan_in} makes "
+                "one push of several workers'. Nothing was started; leave one of the two out."
+            )
+        return
     known = ", ".join(choice.name for choice in COMPRESSORS.values() if choice.push)
     if not COMPRESSORS[name].push:
         raise ConfigError(
             f"--compress {options.compress} keeps a part of the gradient on each worker for later steps, and a worker of "
-            f"'{strategy}' can be replaced at any step. Nothing was started; use {known}, or --strategy ddp."
+            f"'{strategy}' can be replaced at any step. Nothing was started; use {known}"
+            + (", ps:async or ps:ssp=K" if name == "topk" else "")
+            + ", or --strategy ddp."
         )
 
 
@@ -270,6 +306,92 @@ def _check_push_filters(options: ParallelOptions, strategy: str) -> None:
         )
 
 
+def _check_intervals(options: ParallelOptions, strategy: str) -> None:
+    """Refuse --push-every and --pull-every where every step is pushed and pulled, and intervals that break a bound."""
+    name = strategies.parse(strategy)
+    for flag, every in (("--push-every", options.push_every), ("--pull-every", options.pull_every)):
+        if every is None:
+            continue
+        if not 1 <= every <= MAX_EVERY:
+            raise ConfigError(
+                f"{flag} {every} is no number of steps: give one from 1 to {MAX_EVERY}. Nothing was started."
+            )
+        if name.mode == "hybrid" and flag == "--push-every":
+            raise ConfigError(
+                f"--push-every {every} keeps gradients on a worker that may die, and under '{strategy}' the dense half of those steps "
+                "counts already, so nobody would run them again. Nothing was started; use --strategy ps:async or ps:ssp=K, or leave it "
+                "out."
+            )
+        if name.mode not in ("ssp", "async", "hybrid"):
+            what = (
+                "pushes the gradients of several steps as one"
+                if flag == "--push-every"
+                else "trains on weights of an earlier step"
+            )
+            raise ConfigError(
+                f"{flag} {every} {what}, and under '{strategy}' every step is one update of all workers, computed on the weights of "
+                "the last. Nothing was started; use --strategy ps:async or ps:ssp=K, or leave it out."
+            )
+    if name.mode == "ssp" and (options.push_every or 1) > (name.bound or 0) + 1:
+        raise ConfigError(
+            f"--push-every {options.push_every} keeps the gradients of up to {(options.push_every or 1) - 1} steps on a worker, and "
+            f"'{strategy}' lets nobody train on weights without steps that are more than {name.bound} back: the workers would wait for "
+            f"each other for ever. Nothing was started; use --push-every {(name.bound or 0) + 1} or ps:ssp={(options.push_every or 1) - 1}."
+        )
+
+
+def _check_row_cache(options: ParallelOptions, strategy: str) -> None:
+    name, num_rows = strategies.parse(strategy), options.row_cache
+    if num_rows is None:
+        if name.mode == "hybrid" and options.pull_every is not None:
+            raise ConfigError(
+                f"--pull-every {options.pull_every} is the age of weights that a worker keeps, and under '{strategy}' it keeps rows only "
+                "with --row-cache. Nothing was started; add --row-cache 100000, or leave it out."
+            )
+        return
+    if not MIN_ROW_CACHE <= num_rows <= MAX_ROW_CACHE:
+        raise ConfigError(
+            f"--row-cache {num_rows} is no number of rows to keep: give one from {MIN_ROW_CACHE} to {MAX_ROW_CACHE}. Nothing was started."
+        )
+    if name.mode not in ("ssp", "async", "hybrid"):
+        raise ConfigError(
+            f"--row-cache {num_rows} has workers train on rows of an earlier step, and under '{strategy}' every step is computed on the "
+            "weights of the last. Nothing was started; use --strategy ps:async or ps:ssp=K, or leave it out."
+        )
+    if not name.bound and options.pull_every is None:
+        raise ConfigError(
+            f"--row-cache {num_rows} keeps rows for as many steps as the staleness allows, and '{strategy}' does not say how many those "
+            "are. Nothing was started; add --pull-every 8, or use ps:ssp=K."
+        )
+
+
+def _check_fan_in(options: ParallelOptions, strategy: str, num_workers: int) -> None:
+    if options.fan_in is None:
+        return
+    if not 2 <= options.fan_in <= MAX_EVERY:
+        raise ConfigError(
+            f"--fan-in {options.fan_in} is no number of workers whose pushes are merged: give one from 2 to {MAX_EVERY}. Nothing was "
+            "started."
+        )
+    if strategies.parse(strategy).mode not in ("ssp", "async"):
+        raise ConfigError(
+            f"--fan-in {options.fan_in} adds pushes up in the order in which they come, and under '{strategy}' the servers add them up in "
+            "the order of the ranks, so that the result has the same bits every time. Nothing was started; use --strategy ps:async or "
+            "ps:ssp=K, or leave it out."
+        )
+    if options.staleness_lr or options.push_norm is not None:
+        flag, by = ("--staleness-lr", "age") if options.staleness_lr else ("--push-norm", "norm")
+        raise ConfigError(
+            f"--fan-in {options.fan_in} merges the pushes of several workers before the servers, and {flag} goes by the {by} of each: "
+            "of a sum the servers know neither. Nothing was started; leave one of the two out."
+        )
+    if num_workers < 2:
+        raise ConfigError(
+            f"--fan-in {options.fan_in} merges the pushes of several workers, and there is one. Nothing was started; use -n 2 or more, or "
+            "leave it out."
+        )
+
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -279,8 +401,40 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
+def _check_server_device(options: ParallelOptions, strategy: str, num_hosts: int) -> None:
+    said = options.server_device
+    if said == placement.CPU:
+        return
+    placement.parse(said, 1)
+    parsed = strategies.parse(strategy)
+    if not parsed.has_servers or parsed.mode == "hybrid":
+        why = "keeps dense parameters with its workers" if parsed.has_servers else "has no servers"
+        raise ConfigError(
+            f"--server-device {said} is for the dense parameters that servers hold, and '{strategy}' {why}. Nothing was started; "
+            "use --strategy ps, or leave it out."
+        )
+    if num_hosts > 1:
+        raise ConfigError(
+            f"--server-device {said} is for one host: with {num_hosts}, a replica on a host without such a device would compute "
+            "other bits. Nothing was started; leave it out."
+        )
+
+
+TABLE_KEEP = {"recent": 1, "balanced": 3, "frequent": 63}
+"""Uses that the eviction clock counts of a row in memory: one use is as good as many (LRU), some, or as many as there were (LFU)."""
+
+
 def _check_table_memory(options: ParallelOptions, strategy: str) -> None:
+    if options.table_keep is not None and options.table_keep not in TABLE_KEEP:
+        raise ConfigError(
+            f"--table-keep {options.table_keep} is none of {', '.join(TABLE_KEEP)}. Nothing was started."
+        )
     if options.table_memory is None:
+        if options.table_keep is not None:
+            raise ConfigError(
+                f"--table-keep {options.table_keep} chooses the rows that stay in memory, and without --table-memory all do. "
+                "Nothing was started; add --table-memory 2G, or leave it out."
+            )
         if options.table_dir is not None:
             raise ConfigError(
                 f"--table-dir {options.table_dir} is where rows lie that do not fit into memory, and without --table-memory all do. "

@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from shoal.config import strategy as strategies
@@ -95,10 +94,11 @@ def parse(said: str, num_workers: int) -> list[tuple[str, int | None]]:
         for match in found
         if match
     ]
-    for kind, _ in wanted:
+    for kind in (kind for kind, _ in wanted if kind not in KINDS):
+        from difflib import get_close_matches
+
         # Other backends bring names of their own, so only what is almost a known one is refused.
-        guess = get_close_matches(kind, KINDS, n=1) if kind not in KINDS else []
-        if guess:
+        if guess := get_close_matches(kind, KINDS, n=1):
             raise ConfigError(f"'{said}' names no device. Did you mean '{guess[0]}'? Nothing was started.")
     if len(wanted) == 1:
         return wanted * num_workers
@@ -203,6 +203,25 @@ def visible_devices() -> dict[str, int]:
     if kind is None or not torch.accelerator.is_available():
         return {}
     return {kind.type: torch.accelerator.device_count()}
+
+
+def of_server(said: str, number: int) -> str:
+    """The device of a server's dense parameters: servers take turns over those of a kind, "auto" may find none."""
+    if said == CPU:
+        return CPU
+    visible = visible_devices()
+    [(kind, index)] = parse(said, 1)
+    if kind == AUTO:
+        kind = next(iter(visible), CPU)
+    if kind == CPU:
+        return CPU
+    count = visible.get(kind, 0)
+    if (index or 0) >= count:
+        there = ", ".join(f"{each} {name}" for name, each in visible.items()) or "no accelerator"
+        raise ConfigError(
+            f"--server-device {said}: server {number} sees {there}. Nothing was trained; use --server-device auto, or cpu."
+        )
+    return f"{kind}:{number % count if index is None else index}"
 
 
 def of_job(job: Job, said: str | None = None) -> DevicePlacement:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from shoal.config.choices import Choice, Registry
@@ -262,6 +261,8 @@ def parse(strategy: str) -> StrategyName:
 
 def _guess(strategy: str) -> str | None:
     """The name that was probably meant, with the number that was given."""
+    from difflib import get_close_matches
+
     number = re.search(r"\d{1,9}", strategy)
     k = number[0] if number else "K"
     forms = [form for choice in STRATEGIES.values() for form in (choice.form, choice.also) if form]

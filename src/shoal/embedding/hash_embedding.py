@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.config.row_policy import RowPolicy, refuse_seconds
 from shoal.embedding.lookup import LocalRows, RowSource, embedding_forward
 from shoal.embedding.rules import rule_of_optimizer
 from shoal.errors import ConfigError
@@ -45,6 +46,7 @@ class HashEmbedding(nn.Module):
     shoal, `follow(optimizer)` makes every `optimizer.step()` update them too.
 
     Two of them that should begin with different rows take different seeds.
+    A `policy` says which ids get a row, and which rows go again.
 
     Under `ps` the rows are on the servers and stay there, also when a fit is
     over: the table may be larger than this process's memory. The module keeps
@@ -61,6 +63,7 @@ class HashEmbedding(nn.Module):
         seed: int = 0,
         name: str = "",
         dtype: torch.dtype = torch.float32,
+        policy: RowPolicy | None = None,
     ) -> None:
         super().__init__()
         if embedding_dim < 1 or init not in ("zeros", "normal", "uniform") or dtype not in DTYPES:
@@ -68,8 +71,11 @@ class HashEmbedding(nn.Module):
                 "HashEmbedding takes an embedding_dim of at least 1, init 'zeros', 'normal' or 'uniform', and float32 or "
                 f"float64, got {embedding_dim}, '{init}' and {dtype}."
             )
+        if policy is not None and not isinstance(policy, RowPolicy):
+            raise ConfigError(f"HashEmbedding takes a shoal.nn.RowPolicy as policy=, got {policy!r}.")
         self.embedding_dim, self.init, self.scale, self.seed = int(embedding_dim), init, scale, seed
-        self.name, self.dtype = name, dtype
+        self.name, self.dtype, self.policy = name, dtype, policy
+        self.number = 0  # of its table: which ids share a slot
         self._source: RowSource | None = None
 
     @property
@@ -77,7 +83,7 @@ class HashEmbedding(nn.Module):
         """The source of its rows: this process, unless a strategy set another."""
         if self._source is None:
             # "add" has no state: what rows need besides their values is known with the optimizer.
-            self._source = LocalRows(self.table_spec(rule="add", settings={}))
+            self._source = LocalRows(self.table_spec(rule="add", settings={}, number=self.number))
         return self._source
 
     def use(self, source: RowSource | None) -> None:
@@ -95,7 +101,14 @@ class HashEmbedding(nn.Module):
             init=self.init,
             scale=self.scale,
             seed=self.seed,
+            policy=self.policy,
         )
+
+    def be_table(self, number: int) -> None:
+        """Be the table of this number: which ids share a slot, and give way to each other, goes by it."""
+        self.number = number
+        if isinstance(self._source, LocalRows):
+            self._source.renumber(number)
 
     def follow(self, optimizer: torch.optim.Optimizer, *, group: int = 0) -> None:
         """Have every `optimizer.step()` update the rows too, with the settings of its parameter group `group`."""
@@ -108,6 +121,7 @@ class HashEmbedding(nn.Module):
 
     def _rule(self, optimizer: torch.optim.Optimizer, group: int) -> LocalRows:
         rule = rule_of_optimizer(type(optimizer).__name__, optimizer.param_groups[group])
+        refuse_seconds(self.name or "rows", self.policy, "in a loop of one process")
         source = self.source
         if isinstance(rule, str) or not isinstance(source, LocalRows):
             why = rule if isinstance(rule, str) else "they are on servers"
@@ -131,7 +145,8 @@ class HashEmbedding(nn.Module):
         return embedding_forward(self.source, ids)
 
     def extra_repr(self) -> str:
-        return f"{self.embedding_dim}, init={self.init!r}, scale={self.scale}, seed={self.seed}"
+        policy = f", policy={self.policy}" if self.policy is not None else ""
+        return f"{self.embedding_dim}, init={self.init!r}, scale={self.scale}, seed={self.seed}{policy}"
 
     # ---- rows as part of a state_dict ----
 

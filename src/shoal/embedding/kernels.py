@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.runtime.kernel_cache import INT, floating_kernel, inlined, matrix, types, vector
+import numpy as np
+
+from shoal.runtime.kernel_cache import INT, floating_kernel, inlined, kernel, matrix, mixed, types, vector
 from shoal.runtime.row_kernels import sum_back, unique
 from shoal.runtime.row_kernels import take as expand
 
-__all__ = ["bag", "bag_back", "expand", "sum_back", "unique", "weights_back"]
+__all__ = ["bag", "bag_back", "expand", "slot_of", "sum_back", "unique", "weights_back"]
 
 # ---- rows of the batch ------------------------------------------------------------------------------
 
@@ -88,3 +90,23 @@ def weights_back(grad: Any, rows: Any, inverse: Any, offsets: Any, padding: int,
             if row != padding:
                 for d in range(rows.shape[1]):
                     out[i] += grad[b, d] * rows[row, d]
+
+
+# ---- slots of rows ------------------------------------------------------------------------------
+
+
+NUM_SLOTS = 256  # a slot is a byte of the hash
+
+
+def slot_of(table: int, keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The slot (uint8) of each key (int64) of this table."""
+    slots = np.empty(len(keys), np.uint8)
+    _slot_of(table, np.ascontiguousarray(keys, np.int64), slots)
+    return slots
+
+
+@kernel((INT, vector(types.int64), vector(types.uint8, written=True)))
+def _slot_of(table: int, keys: Any, slots: Any) -> None:
+    word = mixed(np.uint64(table) * np.uint64(0xD1342543DE82EF95) + np.uint64(0x2545F4914F6CDD1D))
+    for i in range(len(keys)):
+        slots[i] = mixed(np.uint64(keys[i]) ^ word) >> np.uint64(56)

@@ -97,6 +97,7 @@ class LocalRows:
         self._gradients.append((keys, gradients))
 
     def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """All rows; not ids that are only counted."""
         return self.table.read_rows(np.arange(self.table.num_rows))[:2]
 
     # ---- for whoever trains them ----
@@ -107,24 +108,39 @@ class LocalRows:
         if rule == self.table.spec.rule:
             self.table.settings = dict(settings)
             return
-        keys, values, _ = self.table.read_rows(np.arange(self.table.num_rows))
+        keys, values = self.everything()
         self.table = RowTable(msgspec.structs.replace(self.table.spec, rule=rule, settings=dict(settings)))
         self.table.set(keys, values, None, 0)
 
+    def renumber(self, number: int) -> None:
+        """Be the table of this number: rows that are there already have other slots then."""
+        old = self.table
+        if number != old.spec.number:
+            self.table = RowTable(msgspec.structs.replace(old.spec, number=number))
+            self.table.settings = old.settings
+            self.table.set(*old.read_all(), old.step)
+            self.table.evicted[0] = old.num_evicted
+
     def replace(
-        self, keys: NDArray[np.int64], values: NDArray[Any], state: NDArray[Any] | None, step: int
+        self,
+        keys: NDArray[np.int64],
+        values: NDArray[Any],
+        state: NDArray[Any] | None,
+        step: int,
+        num_evicted: int = 0,
     ) -> None:
         """These rows and no others, after `step` updates; without state they have that of new rows."""
         settings = self.table.settings
         self.table = RowTable(self.table.spec)
         self.table.settings = settings
         self.table.set(keys, values, state, step)
+        self.table.evicted[0] = num_evicted
 
     def replace_values(self, keys: NDArray[np.int64], values: NDArray[Any]) -> None:
         """These rows and no others; the state of those that were there before stays, and so does the number of updates."""
         had, _, state = self.table.read_rows(np.arange(self.table.num_rows))
         step = self.table.step
-        self.replace(keys, values, None, step)
+        self.replace(keys, values, None, step, self.table.num_evicted)
         both, new, old = np.intersect1d(keys, had, assume_unique=True, return_indices=True)
         self.table.set(both, values[new], state[old], step)
 
@@ -145,6 +161,7 @@ class LocalRows:
         self._gradients = []
         if waiting is not None:
             self.table.apply(waiting[0], np.ascontiguousarray(waiting[1], self.table.dtype), factor)
+            self.table.sweep()
 
     def drop_gradients(self) -> None:
         self._gradients = []
@@ -152,14 +169,16 @@ class LocalRows:
     def to(self, dtype: Literal["float32", "float64"]) -> LocalRows:
         copied = LocalRows(msgspec.structs.replace(self.table.spec, dtype=dtype))
         copied.table.settings, copied.has_rule = self.table.settings, self.has_rule
-        keys, values, state = self.table.read_rows(np.arange(self.table.num_rows))
+        keys, values, state = self.table.read_all()
         copied.table.set(keys, values.astype(dtype), state.astype(dtype), self.table.step)
+        copied.table.evicted[:] = self.table.evicted
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
         copied = LocalRows(self.table.spec)
         copied.table.settings = self.table.settings
-        copied.table.set(*self.table.read_rows(np.arange(self.table.num_rows)), self.table.step)
+        copied.table.set(*self.table.read_all(), self.table.step)
+        copied.table.evicted[:] = self.table.evicted
         copied.has_rule = self.has_rule
         return copied
 

@@ -9,11 +9,15 @@ new row gets number n.
 from __future__ import annotations
 
 import secrets
+import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from shoal.embedding.growing_array import GrowingArray
+from shoal.embedding.kernels import NUM_SLOTS, slot_of
+from shoal.embedding.row_statistics import RowStatistics, as_admitted, num_columns
 from shoal.embedding.rules import rule_named
 from shoal.embedding.tiered_rows import RowBudget, TieredRows
 from shoal.errors import ConfigError
@@ -271,6 +275,85 @@ class RowsInMemory(GrowingArray):
         self.shrink(num_left)
 
 
+class Candidates:
+    """Ids that were seen less often than `admit_after`: an index and their statistics, no rows.
+
+    One that got its row stays behind with 0 sightings until enough of them are there to rebuild the index.
+    """
+
+    def __init__(self, statistics: RowStatistics) -> None:
+        self.index, self.statistics = HashedIndex(0), statistics
+        self.stamps = GrowingArray((), np.uint32)
+        self._num_gone = 0
+
+    @property
+    def keys(self) -> Array:
+        return self.index.keys.array[: self.index.num_rows]
+
+    def find(self, keys: Array) -> Array:
+        """Their places, -1 for those that are not here."""
+        places = np.empty(len(keys), np.int32)
+        self.index.find(keys, places)
+        places[(places >= 0) & (self.statistics.sightings(places) == 0)] = -1
+        return places
+
+    def add(self, keys: Array, clock: int) -> Array:
+        places = np.empty(len(keys), np.int32)
+        num_missing = self.index.find(keys, places)
+        if num_missing:
+            wanted = self.index.num_rows + num_missing
+            self.statistics.reserve(wanted)
+            self.stamps.reserve(wanted)
+            self.index.add(keys, places, num_missing)
+        self.stamps.array[places] = clock
+        return places
+
+    def remove(self, keys: Array) -> None:
+        places = self.find(keys)
+        there = places[places >= 0]
+        self.statistics.forget(there)
+        self._num_gone += len(there)
+        if self._num_gone > max(1024, self.index.num_rows // 2):
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Remove what stayed behind."""
+        if self._num_gone:
+            self.drop(np.zeros(self.index.num_rows, np.bool_))
+
+    def alive(self) -> Array:
+        return np.flatnonzero(self.statistics.sightings(np.arange(self.index.num_rows)))
+
+    def drop(self, is_dropped: Array) -> Array:
+        """Drop these, and what stayed behind; the keys of those that were still counted."""
+        is_counted = self.statistics.sightings(np.arange(self.index.num_rows)) > 0
+        keys = self.keys
+        dropped = keys[is_dropped & is_counted]
+        is_left = is_counted & ~is_dropped
+        num_left = int(np.count_nonzero(is_left))
+        gone = keys[~is_left]
+        holes = np.flatnonzero(~is_left[:num_left])
+        moved = num_left + np.flatnonzero(is_left[num_left:])
+        keys[holes] = keys[moved]
+        self.stamps.array[holes] = self.stamps.array[moved]
+        self.stamps.shrink(num_left)
+        self.statistics.move(holes, moved, num_left)
+        self.index.rebuild(gone, num_left)
+        self._num_gone = 0
+        return dropped
+
+
+class _BySlot:
+    """Rows in the order of their slots."""
+
+    def __init__(self, rows: Array, slots: Array) -> None:
+        self._rows = rows[np.argsort(slots, kind="stable")]
+        self._starts = np.concatenate([[0], np.cumsum(np.bincount(slots, minlength=NUM_SLOTS))])
+
+    def of(self, slot: int) -> Array:
+        return self._rows[self._starts[slot] : self._starts[slot + 1]]
+
+
 class RowTable:
     """Rows by key. What is read or written comes as C-contiguous arrays of the table's dtype, keys strictly increasing.
 
@@ -289,10 +372,12 @@ class RowTable:
         self.rule = rule_named(spec.rule)
         self._settings = self.rule.complete(spec.settings)
         self.step = 0
-        self.state_dim = self.rule.state_dim(spec.dim)
+        self.policy = spec.policy
+        self.rule_dim = self.rule.state_dim(spec.dim)
+        self.state_dim = self.rule_dim + num_columns(spec.policy)
         self._first_state = self._settings[self.rule.first_state] if self.rule.first_state else 0.0
         self._init = (_INITS[spec.init], spec.scale, mix(spec.seed))
-        width = self.dim + self.state_dim
+        width = self.dim + self.rule_dim
         self._table: RowsInMemory | TieredRows = (
             RowsInMemory((width,), self.dtype, spec.num_rows)
             if budget is None
@@ -303,10 +388,19 @@ class RowTable:
             HashedIndex(self._table.row_bytes) if spec.num_rows is None else ArrayIndex(spec.num_rows)
         )
         self._rows = np.empty(self._block, np.int32)
-        self._new_state = np.empty((0, self.state_dim), self.dtype)
+        self._new_state = np.empty((0, self.rule_dim), self.dtype)
         self._stamps: GrowingArray | None = None
         self._clock = 0  # blocks of rows that were written since stamps are kept
         self.tracker = ""  # name of these stamps: another process has others
+        self._sorted: tuple[_BySlot, _BySlot] | None = None  # as long as there are the same rows
+        self._dropped: list[tuple[int, Array]] = []  # keys of rows that went, and the clock at which
+        self.statistics: RowStatistics | None = None
+        self.candidates: Candidates | None = None
+        self.evicted = np.zeros(NUM_SLOTS, np.int64)  # rows that sweeps dropped, by slot
+        self.now_s: Callable[[], float] = time.time
+        if spec.policy is not None:
+            self.statistics = RowStatistics(spec.policy, spec.number, spec.num_rows)
+            self.candidates = Candidates(RowStatistics(spec.policy, spec.number))
 
     # ---- rows that changed ----
 
@@ -333,6 +427,15 @@ class RowTable:
     @property
     def num_rows(self) -> int:
         return self._index.num_rows
+
+    @property
+    def num_evicted(self) -> int:
+        return int(self.evicted.sum())
+
+    @property
+    def num_counted(self) -> int:
+        """Ids that were seen and have no row yet."""
+        return len(self.candidates.alive()) if self.candidates is not None else 0
 
     @property
     def num_bytes(self) -> int:
@@ -365,39 +468,216 @@ class RowTable:
     def apply(self, keys: Array, grads: Array, factor: float = 1.0) -> None:
         """One update of the table: the rule, with gradients times `factor`. Counts also where no key is given."""
         self.step += 1
+        sightings = np.empty(0, np.int64)
+        if self.policy is not None:
+            keys, grads, sightings = self._admit(keys, grads)
         numbers = np.array(self.rule.numbers(self._settings, self.step), self.dtype)
         for start in range(0, len(keys), self._block):
-            places = self._places_of(keys[start : start + self._block])
-            self.rule.kernel(places, grads[start : start + self._block], self._table.array, factor, numbers)
+            block = slice(start, start + self._block)
+            places = self._places_of(keys[block])
+            self.rule.kernel(places, grads[block], self._table.array, factor, numbers)
+            if self.statistics is not None:
+                rows = self._rows[: len(places)]
+                self.statistics.sighted(rows, keys[block], sightings[block], self.step, self.now_s())
+
+    def _admit(self, keys: Array, grads: Array) -> tuple[Array, Array, Array]:
+        """Count a sighting of these keys: those that have a row by now, their gradients, and how often each was seen."""
+        assert self.policy is not None
+        assert self.statistics is not None
+        assert self.candidates is not None
+        self._sorted = None
+        rows = np.empty(len(keys), np.int32)
+        num_missing = self._index.find(keys, rows)
+        seen = np.where(rows >= 0, self.statistics.sightings(rows), 0) + 1
+        if not num_missing or self.policy.admit_after == 1:
+            return keys, grads, seen
+        is_new = rows < 0
+        new = keys[is_new]
+        places = self.candidates.find(new)
+        seen[is_new] += np.where(places >= 0, self.candidates.statistics.sightings(places), 0)
+        is_admitted = ~is_new | (seen >= self.policy.admit_after)
+        waiting = keys[~is_admitted]
+        if len(waiting):
+            places = self.candidates.add(waiting, self._tick())
+            self.candidates.statistics.sighted(places, waiting, seen[~is_admitted], self.step, self.now_s())
+        self.candidates.remove(keys[is_new & is_admitted])
+        return keys[is_admitted], np.ascontiguousarray(grads[is_admitted]), seen[is_admitted]
+
+    def sweep(self, slots: Array | None = None) -> Array:
+        """Drop rows as the policy says, where this update is one after which all are looked at; the keys that went.
+
+        `slots`: a bool per slot, those that the update counts in.
+        """
+        gone = np.empty(0, np.int64)
+        if self.policy is None or self.step % self.policy.sweep_every:
+            return gone
+        assert self.statistics is not None
+        assert self.candidates is not None
+        now: dict[str, Any] = {"step": self.step, "now_s": self.now_s()}
+        keys = self._index.keys.array[: self.num_rows]
+        is_over = self.statistics.to_drop(keys, slots, **now)
+        gone = keys[is_over]
+        np.add.at(self.evicted, self._slots()[is_over], 1)
+        self.drop_rows(is_over)
+        self._sorted = None
+        self.candidates.tidy()
+        is_over = self.candidates.statistics.to_drop(self.candidates.keys, slots, **now)
+        if is_over.any():
+            gone = np.concatenate([gone, self.candidates.drop(is_over)])
+        self._note_dropped(gone)
+        return np.sort(gone)
+
+    def _note_dropped(self, keys: Array) -> None:
+        if self._stamps is None or not len(keys):
+            return
+        self._dropped.append((self._tick(), keys))
+        if sum(len(each) for _, each in self._dropped) > 1024 + self.num_rows:
+            self._rename_stamps()
+
+    def dropped_since(self, clock: int) -> Array:
+        """Keys of rows that went after that stamp and did not come back, in increasing order."""
+        later = [np.empty(0, np.int64), *(keys for at, keys in self._dropped if at > clock)]
+        keys = np.unique(np.concatenate(later))
+        rows = np.empty(len(keys), np.int32)
+        self._index.find(keys, rows)
+        is_back = rows >= 0
+        if self.candidates is not None:
+            is_back |= self.candidates.find(keys) >= 0
+        return keys[~is_back]
 
     def set(self, keys: Array, values: Array, state: Array | None, step: int) -> None:
-        """Set rows, and how many updates there were. Without `state` they have that of new rows."""
+        """Set rows, and how many updates there were. Without `state` they have that of new rows.
+
+        Where there is a policy, `state` has statistics in its last columns: rows that are not admitted are only
+        counted, and rows with 0 sightings go.
+        """
         self.step = step
+        columns = None
+        if self.policy is not None:
+            keys, values, state, columns = self._admitted(keys, values, state)
         for start in range(0, len(keys), self._block):
             places = self._places_of(keys[start : start + self._block])
             some = values[start : start + self._block]
             with_state = self._new_state if state is None else state[start : start + self._block]
             _scatter(places, some, with_state, self._table.array, self._first_state)
+            if self.statistics is not None and columns is not None:
+                block = slice(start, start + len(some))
+                self.statistics.set(self._rows[: len(some)], keys[block], columns[block])
+
+    def _admitted(
+        self, keys: Array, values: Array, state: Array | None
+    ) -> tuple[Array, Array, Array | None, Array]:
+        """The admitted among these rows: keys, values, the rule's state, statistics. The others are only counted, or go."""
+        self._sorted = None
+        assert self.policy is not None
+        assert self.statistics is not None
+        assert self.candidates is not None
+        if state is None:
+            columns = as_admitted(self.policy, len(keys), self.step, self.now_s(), self.dtype)
+        else:
+            state, columns = state[:, : self.rule_dim], state[:, self.rule_dim :]
+        is_admitted = columns[:, 0] >= self.policy.admit_after
+        others = keys[~is_admitted]
+        if len(others):
+            rows = np.empty(len(others), np.int32)
+            self._index.find(others, rows)
+            is_dropped = np.zeros(self.num_rows, np.bool_)
+            is_dropped[rows[rows >= 0]] = True
+            np.add.at(self.evicted, self._slots()[is_dropped], 1)
+            self.drop_rows(is_dropped)
+            is_counted = ~is_admitted & (columns[:, 0] > 0)
+            gone = keys[~is_admitted & ~is_counted]
+            self.candidates.remove(gone)
+            self._note_dropped(gone)
+            places = self.candidates.add(keys[is_counted], self._tick())
+            self.candidates.statistics.set(places, keys[is_counted], columns[is_counted])
+            keys, values, columns = keys[is_admitted], values[is_admitted], columns[is_admitted]
+            state = None if state is None else state[is_admitted]
+        self.candidates.remove(keys)
+        of_rule = None if state is None else np.ascontiguousarray(state)
+        return keys, np.ascontiguousarray(values), of_rule, columns
 
     def read_rows(self, rows: Array) -> tuple[Array, Array, Array]:
         """Keys in increasing order, values and state of these rows by number: copies."""
         keys = self._index.keys.array[rows]
         order = np.argsort(keys)
         whole = self._table.read(rows[order])
-        return (
-            keys[order],
-            np.ascontiguousarray(whole[:, : self.dim]),
-            np.ascontiguousarray(whole[:, self.dim :]),
-        )
+        state = whole[:, self.dim :]
+        if self.statistics is not None:
+            state = np.concatenate([state, self.statistics.columns(rows[order], self.dtype)], axis=1)
+        return keys[order], np.ascontiguousarray(whole[:, : self.dim]), np.ascontiguousarray(state)
+
+    def read_all(self) -> tuple[Array, Array, Array]:
+        """All rows as `read_rows` gives them, and ids that have none yet, with the values that they would have."""
+        return self.read_since(None, None)
+
+    def read_since(self, slot: int | None, stamp: int | None) -> tuple[Array, Array, Array]:
+        """The same of one slot, of what changed after this stamp; rows that went have 0 sightings."""
+        rows = np.arange(self.num_rows) if slot is None else self._by_slot()[0].of(slot)
+        if stamp is not None:
+            rows = rows[self.stamps(rows) > stamp]
+        if self.candidates is None:
+            return self.read_rows(rows)
+        counted = self.candidates.alive() if slot is None else self._by_slot()[1].of(slot)
+        if stamp is not None:
+            counted = counted[self.candidates.stamps.array[counted] > stamp]
+        keys = [self._index.keys.array[rows], self.candidates.keys[counted]]
+        if stamp is not None:
+            gone = self.dropped_since(stamp)
+            keys.append(gone if slot is None else gone[slot_of(self.spec.number, gone) == slot])
+        every = np.sort(np.concatenate(keys))
+        whole = self.read_whole(every)
+        return every, np.ascontiguousarray(whole[:, : self.dim]), np.ascontiguousarray(whole[:, self.dim :])
+
+    def num_rows_of(self, slot: int) -> int:
+        """Rows of a slot, and ids that are counted there."""
+        return sum(len(each.of(slot)) for each in self._by_slot())
+
+    def _by_slot(self) -> tuple[_BySlot, _BySlot]:
+        """Rows, and ids that are counted. Kept until there are others: whoever reads all slots asks 256 times."""
+        if self._sorted is None:
+            counted = np.empty(0, np.int32)
+            slots_of_counted = np.empty(0, np.uint8)
+            if self.candidates is not None:
+                counted = self.candidates.alive().astype(np.int32)
+                slots_of_counted = self.candidates.statistics.slots(len(self.candidates.keys))[counted]
+            rows = np.arange(self.num_rows, dtype=np.int32)
+            self._sorted = _BySlot(rows, self._slots()), _BySlot(counted, slots_of_counted)
+        return self._sorted
+
+    def _slots(self) -> Array:
+        if self.statistics is not None:
+            return self.statistics.slots(self.num_rows)
+        return slot_of(self.spec.number, self._index.keys.array[: self.num_rows])
 
     def read_whole(self, keys: Array) -> Array:
-        """Values and state of these keys side by side: a copy. All of them are there."""
+        """Values and state of these keys side by side: a copy. Without a policy all of them are there."""
         rows = np.empty(len(keys), np.int32)
-        self._index.find(keys, rows)
-        return self._table.read(rows)
+        num_missing = self._index.find(keys, rows)
+        if self.statistics is None:
+            return self._table.read(rows)
+        assert self.candidates is not None
+        whole = np.empty((len(keys), self.dim + self.state_dim), self.dtype)
+        width = self.dim + self.rule_dim
+        if num_missing:
+            is_new = rows < 0
+            new = keys[is_new]
+            values = np.empty((len(new), self.dim), self.dtype)
+            self.pull(new, values)
+            whole[is_new, : self.dim], whole[is_new, self.dim : width] = values, self._first_state
+            places = self.candidates.find(new)
+            columns = self.candidates.statistics.columns(np.maximum(places, 0), self.dtype)
+            whole[is_new, width:] = np.where(places[:, None] >= 0, columns, 0)
+        there = rows >= 0
+        whole[there, :width] = self._table.read(rows[there])
+        whole[there, width:] = self.statistics.columns(rows[there], self.dtype)
+        return whole
 
     def set_whole(self, keys: Array, whole: Array) -> None:
         """Set rows as `read_whole` gave them."""
+        if self.policy is not None:
+            self.set(keys, whole[:, : self.dim], whole[:, self.dim :], self.step)
+            return
         for start in range(0, len(keys), self._block):
             places = self._places_of(keys[start : start + self._block])
             self._table.array[places] = whole[start : start + self._block]
@@ -407,6 +687,7 @@ class RowTable:
         num_left = len(is_dropped) - int(np.count_nonzero(is_dropped))
         if num_left == len(is_dropped):
             return
+        self._sorted = None
         keys = self._index.keys.array
         dropped = keys[: len(is_dropped)][is_dropped]
         holes = np.flatnonzero(is_dropped[:num_left])
@@ -415,8 +696,37 @@ class RowTable:
         if self._stamps is not None:
             self._stamps.array[holes] = self._stamps.array[moved]
             self._stamps.shrink(num_left)
+        if self.statistics is not None:
+            self.statistics.move(holes, moved, num_left)
         self._table.move(holes, moved, num_left)
         self._index.rebuild(dropped, num_left)
+
+    def drop_slots(self, slots: Array) -> None:
+        """Drop all of these slots (a bool per slot): they are another's."""
+        self._sorted = None
+        if self.policy is not None and self._stamps is not None:
+            self._rename_stamps()  # should a slot come back, nobody knows what was dropped from it elsewhere
+        self.drop_rows(slots[self._slots()])
+        if self.candidates is not None:
+            self.candidates.drop(slots[self.candidates.statistics.slots(len(self.candidates.keys))])
+        self.evicted[slots] = 0
+
+    def _tick(self) -> int:
+        """The next stamp; 0 where none are kept."""
+        if self._stamps is None:
+            return 0
+        if self._clock == np.iinfo(np.uint32).max:
+            self._rename_stamps()
+        self._clock += 1
+        return self._clock
+
+    def _rename_stamps(self) -> None:
+        """Stamps start anew under another name, so the next save reads all rows."""
+        assert self._stamps is not None
+        self._stamps.array[: self._index.num_rows] = 0
+        if self.candidates is not None:
+            self.candidates.stamps.array[: self.candidates.index.num_rows] = 0
+        self._clock, self.tracker, self._dropped = 0, secrets.token_hex(8), []
 
     def _places_of(self, keys: Array) -> Array:
         """Where the rows of these keys are in memory, to be written; those that are not there come to be."""
@@ -426,14 +736,12 @@ class RowTable:
         if num_missing:
             self._table.reserve(first + num_missing)
             self._index.add(keys, rows, num_missing)
+            self._sorted = None
+            if self.statistics is not None:
+                self.statistics.reserve(self._index.num_rows)
         if self._stamps is not None:
-            if self._clock == np.iinfo(np.uint32).max:
-                # Stamps start anew under another name, so the next save reads all rows.
-                self._stamps.array[:] = 0
-                self._clock, self.tracker = 0, secrets.token_hex(8)
-            self._clock += 1
             self._stamps.reserve(self._index.num_rows)
-            self._stamps.array[rows[rows >= 0]] = self._clock
+            self._stamps.array[rows[rows >= 0]] = self._tick()
         places = self._table.places(rows, is_written=True, first_new=first)
         if num_missing:
             _begin(rows, first, keys, places, self._table.array, self.dim, self._first_state, *self._init)

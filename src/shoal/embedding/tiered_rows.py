@@ -29,14 +29,16 @@ _MAPPED_BYTES = 64 << 20  # of the file, at least, that may count as this proces
 _PAGE = mmap.PAGESIZE
 
 # The use of a frame, in a byte: how often since the hand passed, whether the file has something older, whether it has to stay.
-_MOST_USES, _COUNT, _DIRTY, _PINNED = 3, 0x3F, 0x40, 0x80
+_COUNT, _DIRTY, _PINNED = 0x3F, 0x40, 0x80
 
 
 class RowBudget:
     """Bytes of rows that the tables of a process keep in memory. The largest table gives way to smaller ones."""
 
-    def __init__(self, limit_bytes: int, directory: str) -> None:
-        self.limit_bytes, self.directory = limit_bytes, directory
+    def __init__(self, limit_bytes: int, directory: str, *, most_uses: int = 3) -> None:
+        """`most_uses` is what the clock counts of a row at most: 1 is LRU, up to 63 the more it is LFU."""
+        assert 1 <= most_uses <= _COUNT
+        self.limit_bytes, self.directory, self.most_uses = limit_bytes, directory, most_uses
         self._tables: list[TieredRows] = []
 
     def add(self, rows: TieredRows) -> None:
@@ -150,7 +152,7 @@ class TieredRows:
     def places(self, rows: Array, *, is_written: bool, first_new: int | None = None) -> Array:
         """Places in `array` of up to `block` different rows; those from `first_new` on were nowhere. No row: below 0."""
         found = self._found[: len(rows)]
-        num_missing = _touch(rows, self._frame_of.array, self._uses.array, found)
+        num_missing = _touch(rows, self._frame_of.array, self._uses.array, found, self._budget.most_uses)
         self.num_hits += len(rows) - num_missing
         if num_missing:
             try:
@@ -292,8 +294,8 @@ _NUMBERS = vector(types.int32, written=True)
 _USES = vector(types.uint8, written=True)
 
 
-@kernel((_ROWS, _ROWS, _USES, _NUMBERS))
-def _touch(rows: Any, frame_of: Any, uses: Any, found: Any) -> int:
+@kernel((_ROWS, _ROWS, _USES, _NUMBERS, INT))
+def _touch(rows: Any, frame_of: Any, uses: Any, found: Any, most_uses: int) -> int:
     """Pin what is in memory; -1 for what is not, -2 for what is no row. Returns how many are not in memory."""
     num_missing = 0
     for i in range(len(rows)):
@@ -306,7 +308,7 @@ def _touch(rows: Any, frame_of: Any, uses: Any, found: Any) -> int:
         if frame < 0:
             num_missing += 1
         else:
-            if uses[frame] & _COUNT < _MOST_USES:
+            if uses[frame] & _COUNT < most_uses:
                 uses[frame] += 1
             uses[frame] |= _PINNED
     return num_missing

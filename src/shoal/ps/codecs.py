@@ -1,7 +1,8 @@
 """Codecs of pushes and pulls: numbers as they travel between a worker and a server.
 
 Without state, so a push that is sent again has the same bytes, and a killed
-worker leaves nothing behind. The arithmetic is that of
+worker leaves nothing behind; but for top-k, whose rest a worker keeps in
+`Compression` for its next push. The arithmetic is that of
 `collectives/compression`; what is summed and updated is in full precision.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -23,7 +25,7 @@ class Codec(Protocol):
     """Rows of numbers to bytes and back: [num_rows, width], contiguous, float32 or float64."""
 
     def num_bytes(self, num_rows: int, width: int) -> int:
-        """Bytes of so many rows."""
+        """Bytes of so many rows; the most of them, where that depends on the numbers."""
 
     def encode(self, values: Array) -> Array:
         """Those bytes: uint8."""
@@ -70,11 +72,38 @@ class Int8:
             flat.copy_(int8.unpack(packed, flat, _block(out.shape[1])))
 
 
+class TopK:
+    """Some elements as (place, value), the others are zero: what to send is chosen by `Compression.largest`."""
+
+    def num_bytes(self, num_rows: int, width: int) -> int:
+        return num_rows * width * 12
+
+    def encode(self, values: Array) -> Array:
+        flat = values.reshape(-1)
+        places = np.flatnonzero(flat).astype(np.uint32)
+        return np.concatenate([flat[places].view(np.uint8), places.view(np.uint8)])
+
+    def decode(self, data: Any, out: Array) -> None:
+        num_sent, rest = divmod(len(data), out.itemsize + 4)
+        places = np.frombuffer(
+            data, np.uint32, offset=num_sent * out.itemsize, count=num_sent if not rest else 0
+        )
+        if rest or (num_sent and int(places.max()) >= out.size):
+            raise ConfigError(f"{len(data)} bytes are no places and values among {out.size} numbers")
+        out[...] = 0.0
+        out.reshape(-1)[places] = np.frombuffer(data, out.dtype, count=num_sent)
+
+
 def _block(width: int) -> int:
     return min(width, int8.BLOCK)
 
 
-CODECS: dict[str, Codec] = {"bf16": Cast(torch.bfloat16), "fp16": Cast(torch.float16), "int8": Int8()}
+CODECS: dict[str, Codec] = {
+    "bf16": Cast(torch.bfloat16),
+    "fp16": Cast(torch.float16),
+    "int8": Int8(),
+    "topk": TopK(),
+}
 
 
 def codec(name: str) -> Codec | None:
@@ -88,9 +117,50 @@ class Compression:
     """Codecs of one worker's pushes and pulls under `--compress`, and the bytes that they saved."""
 
     def __init__(self, compress: str = "none") -> None:
-        choice, _ = COMPRESSORS.parse(compress)
+        choice, settings = COMPRESSORS.parse(compress)
         self.push, self.pull = choice.push, choice.pull
         self.traffic = Traffic()
+        # With top-k: share of a chunk's elements that is pushed. Rows are few already and travel as they are.
+        self.ratio = settings.get("ratio") if choice.name == "topk" else None
+        self._residuals: dict[int, Array] = {}  # by chunk: what was not pushed yet
+        self._before: dict[int, Array | float] = {}  # the same before the last push
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.push) or self.ratio is not None
+
+    def dense_codec(self) -> str:
+        return "topk" if self.ratio is not None else self.push
+
+    def encoded_chunk(self, chunk: int, values: Array) -> Array:
+        """A chunk's gradient as it is pushed: [1, width]."""
+        if self.ratio is None:
+            return self.encoded(values)
+        self._before[chunk] = self._residuals.get(chunk, 0.0)
+        whole = values.reshape(-1) + self._before[chunk]
+        count = max(1, round(self.ratio * whole.size))
+        places = torch.from_numpy(whole).abs().topk(count, sorted=False).indices.numpy()
+        sent = np.zeros_like(whole)
+        sent[places] = whole[places]
+        whole[places] = 0.0
+        self._residuals[chunk] = whole
+        encoded = CODECS["topk"].encode(sent)
+        self.count(values.nbytes, encoded.nbytes)
+        return encoded
+
+    def heard(self, *, counts: bool) -> None:
+        """Where the last push did not count, as another worker's with the same batches did, its gradient is none of ours."""
+        before, self._before = self._before, {}
+        if counts:
+            return
+        self._residuals |= {chunk: rest for chunk, rest in before.items() if not isinstance(rest, float)}
+        for chunk in (chunk for chunk, rest in before.items() if isinstance(rest, float)):
+            self._residuals.pop(chunk, None)
+
+    def take_residuals(self) -> dict[int, Array]:
+        """What is left of gradients that were pushed in part; from now on it is the caller's."""
+        residuals, self._residuals = self._residuals, {}
+        return residuals
 
     def encoded(self, values: Array) -> Array:
         """Gradients as they are pushed: [num_rows, width]."""
@@ -107,11 +177,6 @@ class Compression:
         num_bytes = used.num_bytes(num_rows, width)
         self.count(raw_bytes, num_bytes)
         return num_bytes
-
-    def count_keys(self, keys: Array, name: str) -> None:
-        """Keys travel as they are."""
-        if name:
-            self.count(keys.nbytes, keys.nbytes)
 
     def count(self, raw_bytes: int, sent_bytes: int) -> None:
         self.traffic.raw_bytes += raw_bytes

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
+from shoal.embedding.kernels import slot_of as slot_of
 from shoal.errors import ConfigError
-from shoal.runtime.kernel_cache import INT, floating_kernel, inlined, kernel, matrix, mixed, types, vector
+from shoal.runtime.kernel_cache import INT, floating_kernel, kernel, matrix, types, vector
 from shoal.runtime.transport.messages.client_server import ChunkSpec, DensePart
 
 TABLES_PER_MODEL, CHUNKS_PER_MODEL = 1_000, 100_000
@@ -99,12 +100,17 @@ def _check_name(name: str) -> None:
         )
 
 
+CHUNK_BYTES = 4 << 20
+DEVICE_CHUNK_BYTES = 32 << 20
+"""On a device, where a call of torch's optimizer costs as much as 100 MB of its memory."""
+
+
 def plan_chunks(
     params: Sequence[Parameter],
     *,
     optimizer: str,
     slots_by_server: Sequence[Sequence[int]],
-    chunk_bytes: int = 4 << 20,
+    chunk_bytes: int = CHUNK_BYTES,
     first_number: int = 0,
 ) -> list[ChunkSpec]:
     """Chunks of at most `chunk_bytes`, as evenly over servers as cuts allow, in the order of the parameters.
@@ -216,26 +222,6 @@ def torch_dtype(name: str) -> torch.dtype:
 assert NUM_SLOTS == 256, "a slot is a byte of the hash"
 
 
-def slot_of(table: int, keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The slot (uint8) of each key (int64) of this table."""
-    slots = np.empty(len(keys), np.uint8)
-    _slot_of(table, np.ascontiguousarray(keys, np.int64), slots)
-    return slots
-
-
-@inlined
-def slot_of_key(table: int, key: int) -> Any:
-    """The same for one key, inside kernels of this file."""
-    word = mixed(np.uint64(table) * np.uint64(0xD1342543DE82EF95) + np.uint64(0x2545F4914F6CDD1D))
-    return mixed(np.uint64(key) ^ word) >> np.uint64(56)
-
-
-@kernel((INT, vector(types.int64), vector(types.uint8, written=True)))
-def _slot_of(table: int, keys: Any, slots: Any) -> None:
-    for i in range(len(keys)):
-        slots[i] = slot_of_key(table, keys[i])
-
-
 # ---- loops over keys and rows --------------------------------------------------------------------
 
 
@@ -278,36 +264,6 @@ def first_wrong_key(keys: Any, low: int, high: int) -> int:
         if keys[i] < low or keys[i] > high or (i > 0 and keys[i] <= keys[i - 1]):
             return i
     return -1
-
-
-@floating_kernel(
-    lambda dtype: (
-        vector(types.int64), matrix(dtype), vector(types.int64), matrix(dtype),
-        vector(types.int64, written=True), matrix(dtype, written=True),
-    )
-)  # fmt: skip
-def add_rows(keys_a: Any, rows_a: Any, keys_b: Any, rows_b: Any, keys: Any, rows: Any) -> int:
-    """Merge two increasing runs of keys, adding b's row to a's where both have it; how many there are."""
-    a, b, num_keys, dim = 0, 0, 0, rows.shape[1]
-    while a < len(keys_a) or b < len(keys_b):
-        if b == len(keys_b) or (a < len(keys_a) and keys_a[a] < keys_b[b]):
-            keys[num_keys] = keys_a[a]
-            for d in range(dim):
-                rows[num_keys, d] = rows_a[a, d]
-            a += 1
-        elif a == len(keys_a) or keys_b[b] < keys_a[a]:
-            keys[num_keys] = keys_b[b]
-            for d in range(dim):
-                rows[num_keys, d] = rows_b[b, d]
-            b += 1
-        else:
-            keys[num_keys] = keys_a[a]
-            for d in range(dim):
-                rows[num_keys, d] = rows_a[a, d] + rows_b[b, d]
-            a += 1
-            b += 1
-        num_keys += 1
-    return num_keys
 
 
 @floating_kernel(lambda dtype: (vector(types.uint8), matrix(dtype), vector(types.float64, written=True)))

@@ -22,25 +22,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.collectives.compression import Traffic
+from shoal.config import strategy as strategies
 from shoal.config.job import Job
+from shoal.config.row_policy import refuse_seconds
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.errors import TrainingError
 from shoal.parallel.buffers import BufferSync
 from shoal.parallel.compute import Compute, place
 from shoal.parallel.own_gradients import OwnGradients
-from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
+from shoal.parallel.protocol import (
+    LayerPlace,
+    LossSum,
+    Piece,
+    PieceReader,
+    StepResult,
+    TrainJob,
+)
 from shoal.parallel.ps.rows import RowModule, describe
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import PsSession, ps_session
 from shoal.parallel.state import (
+    hash_embeddings,
     load_settings,
     load_state,
     plain_tensors,
     refuse_different_models,
     state_pieces,
 )
-from shoal.parallel.step import clip_factor, contribution, decide, gradient_norm
+from shoal.parallel.step import clip_factor, contribution, correction, decide, gradient_norm
+from shoal.ps.client.bulk_transfer import RowStamps
 from shoal.ps.client.step import Decision, DensePull, PushStep
 from shoal.ps.layout import check_optimizer
 from shoal.recovery import state_transfer
@@ -56,6 +67,8 @@ class Ps:
     def __init__(self, job: Job) -> None:
         self._launched = job
         self._rank, self._num_workers = job.rank, job.num_workers
+        is_cut = job.num_workers > 1 and strategies.parse(job.strategy).is_exact
+        self._cut_by = job.strategy if is_cut else None
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
         self._step_at_anchor = 0  # a replacement counts those since then once more
@@ -78,6 +91,9 @@ class Ps:
     def prepare(self, job: TrainJob) -> None:
         """Check that all ranks built the same model; the rest waits for the first batch."""
         self._job = job
+        if strategies.parse(self._launched.strategy).is_exact:
+            for name, module in hash_embeddings(job.model).items():
+                refuse_seconds(name, module.policy, f"under '{self._launched.strategy}'")
         job.model.to(job.device)
         waiting = self._session.pending_state(job.number)
         done = waiting.plain["prepared_at"] if waiting is not None else None
@@ -85,7 +101,7 @@ class Ps:
         if not is_past:
             refuse_different_models(job.model, self.gather)
             self._prepared_at = self._session.num_finished
-        self._compute = Compute(job, check_loss=True)
+        self._compute = Compute(job, check_loss=True, check_mixing=self._cut_by)
         self._buffers = BufferSync(job.model)
         self._parameters = list(job.model.parameters())
         if job.is_own_loop:
@@ -130,7 +146,7 @@ class Ps:
 
     @property
     def _wants_norm(self) -> bool:
-        return self._job.clip_norm is not None or self._job.on_nonfinite == "skip"
+        return self._job.measures_norm
 
     # ---- a step ---------------------------------------------------------------------------------
 
@@ -241,7 +257,7 @@ class Ps:
     def traffic(self) -> Traffic | None:
         """Bytes of this worker's pushes and pulls, where they are compressed."""
         compression = self._session.group.compression
-        return compression.traffic if compression.push else None
+        return compression.traffic if compression.is_on else None
 
     @property
     def _rows(self) -> list[RowModule]:
@@ -310,7 +326,7 @@ class Ps:
     def _decide(self, vector: NDArray[np.float64], norm: float) -> Decision:
         """Decide a summed step, in two phases; the same on every rank."""
         verdict = decide(torch.from_numpy(vector[: 4 + self._num_workers].copy()))
-        factor = self._num_global / verdict.count if verdict.count else 0.0
+        factor = correction(self._job, self._num_global, verdict.count)
         if not verdict.applied or not self._wants_norm:
             return Decision(factor, verdict.applied)
         norm = factor * norm
@@ -318,7 +334,7 @@ class Ps:
         return Decision(factor, math.isfinite(norm), norm)
 
     def _decision_of(self, vector: NDArray[np.float64]) -> Decision:
-        factor = self._num_global / vector[0] if vector[0] else 0.0
+        factor = correction(self._job, self._num_global, float(vector[0]))
         apply, norm = bool(vector[-2]), float(vector[-1])
         if apply:
             factor *= clip_factor(self._job, norm)
@@ -397,13 +413,19 @@ class Ps:
 
     def state(self) -> Iterator[Piece]:
         """Model and optimizer, whole. Rank 0 reads them; nobody can update before it goes on."""
+        return self._state(None)
+
+    def state_with_changes(self, changes: RowStamps) -> Iterator[Piece]:
+        return self._state(changes)
+
+    def _state(self, changes: RowStamps | None) -> Iterator[Piece]:
         if self._model is None:
             yield from state_pieces(self._job.model, self.optimizer)
         elif self._rank == 0:
             self._pull_weights()
             yield from self._model.model_pieces()
             yield from self._model.optimizer_pieces()
-            yield from self._model.hashed_pieces()
+            yield from self._model.table_pieces(changes)
 
     def load(self, pieces: PieceReader) -> None:
         """Take over weights and optimizer state: here now, on the servers when the model is put there."""
@@ -416,6 +438,7 @@ class Ps:
         if self._rank == 0:
             self._model.write(pieces, keeps_state=pieces.optimizer_settings is None)
         self._home_at = self._weights_at = -1
+        self._model.clear_cache()
         self._session.exchange(b"")
 
     def pull_weights(self) -> None:

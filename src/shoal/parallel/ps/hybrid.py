@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.collectives.compression import Traffic
+from shoal.collectives.compression import Traffic, compressor
 from shoal.collectives.gradients import GradientExchange
 from shoal.config.job import Job
 from shoal.data.slice import Slice
@@ -27,6 +27,7 @@ from shoal.parallel.ps.rows import RowModule
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import ps_session
 from shoal.parallel.step import StepExchange
+from shoal.ps.client.bulk_transfer import RowStamps
 from shoal.ps.client.step import PushStep
 from shoal.recovery.state_transfer import Part
 
@@ -65,9 +66,16 @@ class PsHybrid(Ddp):
 
     @property
     def traffic(self) -> Traffic | None:
-        """Bytes of pushes and pulls of rows, where they are compressed; else of the dense part."""
-        compression = self._session.group.compression
-        return compression.traffic if compression.push else super().traffic
+        """Bytes of the dense part; and of pushes and pulls of rows, where they are compressed."""
+        compression, dense = self._session.group.compression, super().traffic
+        if not compression.push or dense is None:
+            return compression.traffic if compression.push else dense
+        rows = compression.traffic
+        return Traffic(
+            sent_bytes=rows.sent_bytes + dense.sent_bytes,
+            raw_bytes=rows.raw_bytes + dense.raw_bytes,
+            num_sums=rows.num_sums,
+        )
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; the dense ones leave while backward runs."""
@@ -105,10 +113,16 @@ class PsHybrid(Ddp):
             yield served.get(each.layer, each)
 
     def state(self) -> Iterator[Piece]:
+        return self._state(None)
+
+    def state_with_changes(self, changes: RowStamps) -> Iterator[Piece]:
+        return self._state(changes)
+
+    def _state(self, changes: RowStamps | None) -> Iterator[Piece]:
         given: set[str] = set()
         if self._rows is not None and self._rank == 0:
             self._rows.pull_weights(0)
-            for piece in (*self._rows.optimizer_pieces(), *self._rows.hashed_pieces()):
+            for piece in (*self._rows.optimizer_pieces(), *self._rows.table_pieces(changes)):
                 given.add(piece.name)
                 yield piece
         # The optimizer here may have state for rows too, which is not trained: some make it when they are built.
@@ -119,7 +133,9 @@ class PsHybrid(Ddp):
         super().load(pieces)
         if self._rows is None:
             self._saved = pieces
-        elif self._rank == 0:
+            return
+        self._rows.clear_cache()
+        if self._rank == 0:
             self._rows.write(pieces, keeps_state=pieces.optimizer_settings is None)
 
     def refresh_copy(self) -> None:
@@ -175,7 +191,9 @@ class PsHybrid(Ddp):
         trainable = [
             (name, p) for name, p in job.model.named_parameters() if p.requires_grad and name not in taken
         ]
-        self._buckets = GradientExchange(trainable, sparse=sparse_parameters(job.model) - taken)
+        self._buckets = GradientExchange(
+            trainable, sparse=sparse_parameters(job.model) - taken, compressor=compressor(self._compress)
+        )
         self._exchange.gradients = self._buckets
         done = self._laid_out_at
         if done is None or done > self._group.anchored_at:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,21 +25,30 @@ from shoal.cluster.ledger.trained_file import PushOutcome, TrainedFile
 from shoal.cluster.worker import session
 from shoal.config.job import Job
 from shoal.data.slice import Slice
-from shoal.errors import ConfigError
+from shoal.embedding.lookup import merged
+from shoal.errors import ConfigError, LinkLost
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult
 from shoal.parallel.ps.exact import Ps
 from shoal.parallel.ps.rows import RowModule
 from shoal.parallel.step import clip_factor, contribution, decide
-from shoal.ps.client.bulk_transfer import read_marks, write_marks
+from shoal.ps.client.aggregator import Aggregator, AggregatorGroup, address_of, leader_of
+from shoal.ps.client.bulk_transfer import RowStamps, read_marks, write_marks
 from shoal.ps.client.step import DensePull, PushStep
 from shoal.ps.server.progress import LEAVE, STOP
+from shoal.ps.server.steps import LOSSES
 from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.messages.client_server import Hold, Rest
 
 MARKS = "marks/triples"  # the piece of a checkpoint that says what of which lease counts in which slot
 
+NO_LEASE = 1 << 31  # in a stream's number: its pushes are of no batches
+
 NEWEST = -3  # instead of a clock: the weights are whatever the servers had
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def needs_trainer(strategy: str) -> ConfigError:
@@ -49,12 +59,12 @@ def needs_trainer(strategy: str) -> ConfigError:
     )
 
 
-def report_staleness(counts: Counter[int], rows: Sequence[RowModule]) -> None:
-    """Number of pulls by their distance ahead of the slowest worker, since the last report."""
+def report_staleness(counts: Counter[int], rows: Sequence[RowModule], *, num_late: int = 0) -> None:
+    """Number of pulls by their distance ahead of the slowest worker, and of pushes left out, since the last report."""
     for module in rows:
         counts.update(module.staleness)
         module.staleness.clear()
-    session.bent(staleness=counts, num_late=0, num_missed=0)
+    session.bent(staleness=counts, num_late=num_late, num_missed=0)
     counts.clear()
 
 
@@ -67,6 +77,10 @@ class Naming:
     samples_per_lease: int
     first_epoch: int
     done_below: int = 0
+    push_every: int = 1
+    num_samples: int = 0
+    # Leases that were under way at a checkpoint: slots may have come to different batches of them.
+    singly: frozenset[int] = frozenset()
     # By lease, when servers were last asked: how many of its batches count in slot 0, and in all slots.
     counted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -74,6 +88,20 @@ class Naming:
         lease, within = divmod(batch.start, self.samples_per_lease)
         number = (batch.epoch - self.first_epoch) * self.num_leases + lease
         return self.stream(number), within // batch_size + 1
+
+    def ends_group(self, batch: Slice, batch_size: int) -> bool:
+        """True where gradients that were added up are pushed: the same batches, whichever worker runs the lease.
+
+        So two pushes of a lease have the same batches in them, or none in common, and marks tell repeats.
+        """
+        stream, seq = self.name(batch, batch_size)
+        every = 1 if (stream & 0xFFFF_FFFF) - 1 in self.singly else self.push_every
+        stop = batch.start + batch.num_global
+        return not seq % every or not stop % self.samples_per_lease or stop >= self.num_samples
+
+    def stream_of_residuals(self, rank: int) -> int:
+        """Of what top-k left on a worker: beyond all leases."""
+        return (self.call << 32) | NO_LEASE | rank
 
     def stream(self, lease: int) -> int:
         """A lease's stream: leases of one fit are not those of another."""
@@ -84,7 +112,8 @@ class Naming:
         for stream in marks[marks[:, 2] == 0, 1].tolist():
             if stream >> 32 == self.call:
                 self.done_below = max(self.done_below, (stream & 0xFFFF_FFFF) - 1)
-        of_call = marks[(marks[:, 2] > 0) & (marks[:, 1] >= self.stream(self.done_below))]
+        is_lease = (marks[:, 1] & NO_LEASE) == 0
+        of_call = marks[(marks[:, 2] > 0) & is_lease & (marks[:, 1] >= self.stream(self.done_below))]
         self.counted = {}
         for stream in np.unique(of_call[:, 1]).tolist():
             if stream >> 32 == self.call:
@@ -92,6 +121,47 @@ class Naming:
                 everywhere = int(own[:, 2].min()) if len(own) == NUM_SLOTS else 0
                 in_slot_0 = int(own[own[:, 0] == 0, 2].max(initial=0))
                 self.counted[(stream & 0xFFFF_FFFF) - 1] = (in_slot_0, everywhere)
+
+
+@dataclass(slots=True)
+class HeldGradients:
+    """Gradients of some batches of one lease, added up until they are pushed as one."""
+
+    stream: int = 0
+    seq: int = 0  # the last of them
+    num_batches: int = 0
+    first: Slice | None = None
+    last: Slice | None = None
+    is_applied: bool = False  # at least one of them has a gradient
+    rows: dict[int, list[tuple[NDArray[np.int64], NDArray[Any]]]] = field(default_factory=dict)
+    dense: list[Tensor | None] = field(default_factory=list)
+
+    def add(
+        self,
+        name: tuple[int, int],
+        batch: Slice,
+        factor: float | None,
+        rows: dict[int, tuple[NDArray[np.int64], NDArray[Any]]],
+        dense: list[Tensor | None],
+    ) -> None:
+        """Add a batch's gradients times `factor`; None: a batch that is left out, and counts all the same."""
+        self.stream, self.seq = name
+        self.num_batches += 1
+        self.first, self.last = self.first or batch, batch
+        if factor is None:
+            return
+        self.is_applied = True
+        for number, (keys, values) in rows.items():
+            self.rows.setdefault(number, []).append((keys, values if factor == 1.0 else values * factor))
+        self.dense = self.dense or [None] * len(dense)
+        for at, gradient in enumerate(dense):
+            if gradient is not None:
+                held = self.dense[at]
+                scaled = gradient if factor == 1.0 else gradient * factor
+                self.dense[at] = scaled if held is None else held.add_(scaled)
+
+    def merged_rows(self) -> dict[int, tuple[NDArray[np.int64], NDArray[Any]]]:
+        return {number: merged(parts) for number, parts in self.rows.items()}
 
 
 class PsRelaxed(Ps):
@@ -108,6 +178,15 @@ class PsRelaxed(Ps):
         self._unused: list[DensePull] = []  # the servers may still write into their memory
         self._unheard: PushStep | None = None  # the last push, kept until every copy of its slots has it
         self._wishes = 0  # of all workers, as of the last answer
+        self.push_every, self._pull_every = job.push_every or 1, job.pull_every or 1
+        self._held = HeldGradients()
+        self._aggregator: AggregatorGroup | None = None
+        self._aggregates: Aggregator | None = None  # this worker is the first of its group
+        mode = self._session.mode
+        self._bound = mode.bound if mode.kind == "ssp" else None
+        self._pulled_at = self._slowest_then = 0  # clocks of this worker and of the slowest at the last pull
+        self.left_out: set[int] = set()  # leases of which a push was left out: some of it counted already
+        self._num_left_out = self._num_residuals = 0
         # Number of pulls, by their distance ahead of the slowest worker.
         self.staleness: Counter[int] = Counter()
         self.updates = 0  # updates of all workers, as far as this one has heard
@@ -122,6 +201,27 @@ class PsRelaxed(Ps):
 
     def lay_out(self, batch: Slice) -> None:
         self._lay_out(batch)
+
+    @property
+    def _pushes_at_once(self) -> bool:
+        """True where gradients leave while backward runs: nothing is added up here, nor merged with others'."""
+        has_residual = self._session.group.compression.ratio is not None
+        return self.push_every == 1 and self._launched.fan_in is None and not has_residual
+
+    def _lay_out(self, batch: Slice | None, layout: dict[str, Any] | None = None) -> None:
+        super()._lay_out(batch, layout)
+        fan_in = self._launched.fan_in
+        if fan_in is None or self._model is None or self._aggregator is not None:
+            return
+        leader = leader_of(self._launched, fan_in)
+        if leader == self._rank:
+            self._aggregates = Aggregator(
+                self._launched, fan_in, self._session.group.compression, self._job.number
+            )
+        address = address_of(self._launched, leader, self._job.number)
+        self._aggregator = AggregatorGroup(self._launched, address)
+        for message in self._model.declarations():
+            self._aggregator.declare(message)
 
     @property
     def session(self):  # type: ignore[no-untyped-def]
@@ -146,17 +246,47 @@ class PsRelaxed(Ps):
             began_at = time.monotonic()
             self._session.group.finish(ahead)
             self.waited_s += time.monotonic() - began_at
-            self.staleness[ahead.staleness] += 1
-            self._model.dense.take(ahead)
+            self._take(ahead)
+        elif self._may_reuse():
             self._weights_at = self._clock
+            self.staleness[self._clock - self._slowest_then] += 1
         super().about_to_run()
+
+    def _take(self, pull: DensePull) -> None:
+        assert self._model is not None
+        self.staleness[pull.staleness] += 1
+        self._pulled_at, self._slowest_then = pull.clock, pull.clock - pull.staleness
+        for unused in self._unused:
+            pull.take_along(unused)
+        self._unused = []
+        self._model.dense.take(pull)
+        self._weights_at = self._clock
+
+    def _may_reuse(self) -> bool:
+        """True where the weights of the last pull are fresh enough for one more step."""
+        return (
+            self._weights_at >= 0
+            and self._clock - self._pulled_at < self._pull_every
+            and (self._bound is None or self._clock - self._slowest_then <= self._bound)
+        )
 
     def _refresh(self, *, is_whole: bool = False) -> None:
         if is_whole:
             self._have_newest()
         elif self._model is not None and self._weights_at != self._clock:
-            self._model.dense.refresh(self._session.group, self._clock)
-            self._weights_at = self._clock
+            pull = self._pull_dense()
+            self._session.group.run(pull)
+            self._take(pull)
+
+    def _pull_dense(self) -> DensePull:
+        assert self._model is not None
+        codec = self._session.group.compression.pull
+        return self._model.dense.pull(self._clock, codec, self._held.num_batches)
+
+    def _look_up(self, clock: int, *, training: bool) -> None:
+        super()._look_up(clock, training=training)
+        for module in self._rows:
+            module.unpushed = self._held.num_batches
 
     def _have_newest(self) -> int:
         self.settle()
@@ -178,6 +308,8 @@ class PsRelaxed(Ps):
         name = (self._rank + 1, self._clock + 1)
         if self._naming is not None:
             name = self._naming.name(batch, self._batch_size)
+        if self._held.num_batches and self._held.stream != name[0]:
+            self._held = HeldGradients()  # another worker was faster with that lease, and has pushed them
         self._current = PushStep(self._session.group, *name)
 
     def _contribute_alone(self, loss: LossSum) -> None:
@@ -189,7 +321,7 @@ class PsRelaxed(Ps):
         )
         self._verdict = decide(vector)
         self._vector = vector.numpy()
-        if self._verdict.applied and not self._wants_norm:
+        if self._verdict.applied and not self._wants_norm and self._pushes_at_once:
             self._model.dense.arm(self._current)
         # Else nothing leaves before the whole gradient is known, or nothing at all.
 
@@ -197,39 +329,32 @@ class PsRelaxed(Ps):
         """Push what is left. With replicas its answer is waited for before the next push counts, not before the next batch."""
         assert self._model is not None
         assert self._current is not None
+        assert self._batch is not None
         self.settle()
-        verdict, step = self._verdict, self._current
+        verdict, step, batch = self._verdict, self._current, self._batch
+        self._current = self._batch = None
         factor = self._num_global / verdict.count if verdict.count else 0.0
-        rows = [(module, module.take_gradients()) for module in self._model.rows]
+        taken = ((module.spec.number, module.take_gradients()) for module in self._model.rows)
+        rows = {number: held for number, held in taken if held is not None and len(held[0])}
         if verdict.applied and self._wants_norm:
-            norm = factor * self._own_norm([held for _, held in rows])
+            norm = factor * self._own_norm(rows.values())
             verdict = dataclasses.replace(verdict, grad_norm=norm, applied=math.isfinite(norm))
             factor *= clip_factor(self._job, norm)
-            if verdict.applied:
+        if self._pushes_at_once:
+            if verdict.applied and self._wants_norm:
                 self._model.dense.arm(step)
-        if verdict.applied:
-            self._model.dense.send_rest()
-            for module, held in rows:
-                if held is not None and len(held[0]):
-                    step.push_rows(module.spec.number, *held)
+            note = self._session.note_of_step(is_needed=False)
+            self._push(
+                step, batch, batch, rows if verdict.applied else None, factor, note=note, num_batches=1
+            )
         else:
-            self._model.dense.disarm()
-        settings, table_settings = self._model.settings()
-        self._note_push()
-        step.end(
-            self._vector,
-            self._session.note_of_step(is_needed=False),
-            rank=self._rank,
-            anchored_at=self._session.anchored_at,
-            settings=settings,
-            model=self._job.number,
-            table_settings=table_settings,
-            factor=factor if verdict.applied else 0.0,
-            done_below=self._naming.stream(self._naming.done_below) if self._naming else 0,
-        )
-        self._current, self._unheard = None, step
+            dense = [_dense(parameter.grad) for parameter in self._parameters]
+            name = (step.stream, step.seq)
+            self._held.add(name, batch, factor if verdict.applied else None, rows, dense)
+            if self._naming is None or self._naming.ends_group(batch, self._batch_size):
+                self.flush()
         self._clock += 1
-        self._ahead = self._pull_ahead(self._clock)
+        self._ahead = self._ask_ahead()
         if self._launched.num_replicas == 1 or verdict.stop or verdict.leave or verdict.checkpoint:
             self.settle()
         self._end(verdict)
@@ -240,31 +365,151 @@ class PsRelaxed(Ps):
             checkpoint=verdict.checkpoint and self._rank == 0,
         )
 
+    def flush(self) -> None:
+        """Push the gradients that are held, before their number is full where the fit ends."""
+        held, self._held = self._held, HeldGradients()
+        if not held.num_batches:
+            return
+        assert self._model is not None
+        assert held.first is not None
+        assert held.last is not None
+        self.settle()
+        if held.is_applied:
+            # The vector is of the last batch alone, which may be one that is left out.
+            self._vector[LOSSES:] = np.nan_to_num(self._vector[LOSSES:], nan=0.0, posinf=0.0, neginf=0.0)
+        rows = held.merged_rows() if held.is_applied else None
+        note, group = self._session.note_of_step(is_needed=False), self._session.group
+        # Notes and wishes are for the servers alone, and so is a push that changes nothing: it is no update.
+        is_plain = held.is_applied and not note and not self._vector[1:LOSSES].any()
+        by_aggregator = self._aggregator is not None and is_plain
+        for way in (self._aggregator, group) if by_aggregator else (group,):
+            assert way is not None
+            step = PushStep(way, held.stream, held.seq)
+            for parameter, gradient in zip(self._parameters, held.dense, strict=False):
+                parameter.grad = gradient
+            try:
+                if held.is_applied:
+                    self._model.dense.arm(step)
+                self._push(step, held.first, held.last, rows, 1.0, note=note, num_batches=held.num_batches)
+                break
+            except LinkLost:
+                if way is group:
+                    raise
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def push_residuals(self) -> None:
+        """Push what top-k kept back, whole: where an epoch ends, and before this worker reads a checkpoint."""
+        self.settle()  # the last push may not count, and then leaves nothing
+        residuals = self._session.group.compression.take_residuals()
+        if not residuals or self._model is None or self._naming is None:
+            return
+        job = self._launched
+        self._num_residuals += 1
+        # No two have one name, those of a predecessor or of a run before `shoal resume` among them.
+        seq = job.launch << 40 | job.incarnation << 20 | self._num_residuals
+        step = PushStep(self._session.group, self._naming.stream_of_residuals(self._rank), seq)
+        for spec in self._model.dense.specs:
+            if spec.number in residuals:
+                values = residuals[spec.number]
+                np.frombuffer(step.chunk_memory(spec.number, spec.slot, values.nbytes), values.dtype)[:] = (
+                    values
+                )
+                step.push_dense(spec.number, [])
+        settings, table_settings = self._model.settings()
+        step.end(
+            np.zeros(LOSSES + 1),
+            b"",
+            rank=self._rank,
+            settings=settings,
+            model=self._job.number,
+            table_settings=table_settings,
+            num_batches=0,
+        )
+        self._session.group.finish(step)
+        step.release()
+
+    def _push(
+        self,
+        step: PushStep,
+        first: Slice,
+        last: Slice,
+        rows: dict[int, tuple[NDArray[np.int64], NDArray[Any]]] | None,
+        factor: float,
+        *,
+        note: bytes,
+        num_batches: int,
+    ) -> None:
+        """Push what backward left of the batches from `first` to `last`; without `rows` they count, and change nothing."""
+        assert self._model is not None
+        if rows is not None:
+            self._model.dense.send_rest()
+            for number, held in rows.items():
+                step.push_rows(number, *held)
+        else:
+            self._model.dense.disarm()
+        settings, table_settings = self._model.settings()
+        self._note_push(first, last)
+        step.end(
+            self._vector,
+            note,
+            rank=self._rank,
+            anchored_at=self._session.anchored_at,
+            settings=settings,
+            model=self._job.number,
+            table_settings=table_settings,
+            factor=factor if rows is not None else 0.0,
+            done_below=self._naming.stream(self._naming.done_below) if self._naming else 0,
+            num_batches=num_batches,
+        )
+        self._unheard = step
+
+    def _ask_ahead(self) -> DensePull | None:
+        """Ask for the next batch's rows, and for the weights where those at hand are too old for it."""
+        assert self._model is not None
+        pull = None
+        if not self._may_reuse():
+            pull = self._pull_dense()
+            self._session.group.start(pull)
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            for module in self._rows:
+                module.unpushed = self._held.num_batches
+            self._model.pull_rows_ahead(coming.batch, self._clock)
+        return pull
+
     def settle(self) -> None:
         """Wait until the last push counts in every copy of its slots."""
         step, self._unheard = self._unheard, None
         if step is None:
             return
-        self._session.group.finish(step)
+        if self._aggregator is not None and step.group is self._aggregator:
+            self._aggregator.finish_or_hand_over(step, self._session.group)
+        else:
+            self._session.group.finish(step)
         failpoint("worker: committed, not counted")
         committed = step.committed
         assert committed is not None
         self._note_outcome(step)
+        counts = not step.is_late and (step.is_new or step.was_sent_again)
+        self._session.group.compression.heard(counts=counts)
+        if step.is_late:
+            self.left_out.add(step.stream)
+            self._num_left_out += 1
         step.release()
         # A replacement begins at 0, and is as far as the slowest: servers let it in there.
         self._clock = max(self._clock, committed.slowest)
         self._session.updates = self.updates = step.num_updates
         self._wishes = committed.wishes
 
-    def _note_push(self) -> None:
+    def _note_push(self, first: Slice, last: Slice) -> None:
         """From here on the push may count, and this worker may die before it hears."""
-        if self._naming is None or self._batch is None:
+        if self._naming is None:
             return
         if self._trained is None:
             self._trained = TrainedFile(self._launched)
-        part, self._batch = self._batch, None
-        stop = part.start + part.num_global
-        self._trained.pushing(call=self._naming.call, epoch=part.epoch, start=part.start, stop=stop)
+        stop = last.start + last.num_global
+        self._trained.pushing(call=self._naming.call, epoch=first.epoch, start=first.start, stop=stop)
 
     def _note_outcome(self, step: PushStep) -> None:
         if self._naming is not None and self._trained is not None:
@@ -272,16 +517,17 @@ class PsRelaxed(Ps):
             is_other = PushOutcome.PUSHED if step.was_sent_again else PushOutcome.KNOWN
             self._trained.heard(PushOutcome.COUNTED if step.is_new else is_other)
 
-    def state(self) -> Iterator[Piece]:
-        """Model and optimizer, whole, and the marks that belong to them. Rank 0 reads while no push counts."""
+    def _state(self, changes: RowStamps | None) -> Iterator[Piece]:
+        """Model and optimizer, and the marks that belong to them. Rank 0 reads while no push counts."""
         if self._model is None or self._rank != 0:
-            yield from super().state()
+            yield from super()._state(changes)
             return
+        self.push_residuals()
         self.settle()
         group = self._session.group
         group.tell(lambda view: Hold(view, True))
         try:
-            pieces = list(super().state())
+            pieces = list(super()._state(changes))
             marks = torch.from_numpy(read_marks(group))
         finally:
             group.tell(lambda view: Hold(view, False))
@@ -318,7 +564,11 @@ class PsRelaxed(Ps):
         if self._model is not None:
             self._session.exchange(b"")  # nobody pushes any more
             self._pull_weights()
-        report_staleness(self.staleness, self._rows)
+        report_staleness(self.staleness, self._rows, num_late=self._num_left_out)
+        if self._aggregates is not None:
+            session.merged(num_pushes=self._aggregates.num_pushes, num_sent=self._aggregates.num_sent)
+            self._aggregates.num_pushes = self._aggregates.num_sent = 0
+        self._num_left_out = 0
 
     def _pull_weights(self) -> None:
         assert self._model is not None

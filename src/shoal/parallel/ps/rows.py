@@ -20,13 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.cluster.worker import session
 from shoal.data.tree import Tree, leaves
 from shoal.embedding.hash_embedding import DTYPES, HashEmbedding
 from shoal.embedding.lookup import LocalRows, embedding_bag_forward, embedding_forward, merged, uniques_of
-from shoal.embedding.rules import rule_of_optimizer
+from shoal.embedding.rules import RULES, rule_of_optimizer
 from shoal.errors import TrainingError
 from shoal.parallel.state import cannot_follow
 from shoal.ps.client.bulk_transfer import read_table
+from shoal.ps.client.row_cache import CachedRowsPull, RowCache
 from shoal.ps.client.server_group import Group
 from shoal.ps.client.step import RowsPull
 from shoal.runtime.transport.messages.client_server import TableSpec
@@ -210,6 +212,7 @@ class RowModule:
     def __init__(self, taken: PlacedEmbedding, number: int, group: Group, *, seed: int) -> None:
         self.taken, self.module = taken, taken.module
         self.clock, self.is_training = 0, True
+        self.unpushed = 0  # batches of `clock` whose gradients this worker still keeps
         self.weight = 1.0  # of gradients that backward leaves, where a loop of the script's own calls it
         self.staleness: Counter[int] = Counter()
         self.newest = 0  # the most updates that any row pulled so far had behind it
@@ -234,6 +237,7 @@ class RowModule:
         self._ahead: RowsPull | None = None
         self._seen: tuple[Tensor, NDArray[np.int64], NDArray[Any]] | None = None
         self._pulls: list[RowsPull] = []
+        self.cache: RowCache | None = None  # of relaxed strategies
         self._gradients: list[tuple[NDArray[np.int64], NDArray[Any]]] = []
 
     # ---- in the place of the weight -------------------------------------------------------------
@@ -296,7 +300,12 @@ class RowModule:
             self._gradients.append((keys, gradients if self.weight == 1.0 else gradients * self.weight))
 
     def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        return read_table(self._group, self.spec)[:2]
+        keys, values, state, *_ = read_table(self._group, self.spec)
+        policy = self.spec.policy
+        if policy is None:
+            return keys, values
+        is_admitted = state[:, RULES[self.spec.rule].state_dim(self.dim)] >= policy.admit_after
+        return keys[is_admitted], values[is_admitted]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
         """Rows of a copied model: those on the servers now, in this process."""
@@ -359,4 +368,10 @@ class RowModule:
     def _new_pull(self, keys: NDArray[np.int64], clock: int) -> RowsPull:
         # Only what is trained on is compressed: what is looked at is as it is.
         codec = self._group.compression.pull if self.is_training else ""
-        return RowsPull(self.spec.number, keys, self.dim, self.np_dtype, clock=clock, codec=codec)
+        what = (self.spec.number, keys, self.dim, self.np_dtype)
+        unpushed = self.unpushed if self.is_training else 0
+        if self.cache is not None and self.is_training:
+            pull = CachedRowsPull(self.cache, *what, clock=clock, codec=codec, unpushed=unpushed)
+            session.cached(num_hits=pull.num_hits, num_misses=len(keys) - pull.num_hits)
+            return pull
+        return RowsPull(*what, clock=clock, codec=codec, unpushed=unpushed)

@@ -6,6 +6,7 @@ be rows. Knows nothing of steps; `exact.py` does.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,20 +26,40 @@ from shoal.embedding.row_table import RowTable
 from shoal.embedding.rules import RULES
 from shoal.parallel.protocol import LayerPlace, Piece, PieceReader, TrainJob
 from shoal.parallel.ps import rows as placement
+from shoal.parallel.ps.named_tables import load_named, named_pieces
 from shoal.parallel.ps.rows import PlacementPlan, RowModule, RowRule
 from shoal.parallel.state import (
     MODEL,
     OPTIMIZER,
+    changes_of,
     layers_of,
+    limited,
     pieces_of,
     plain_tensors,
     saved_state,
     saved_table,
 )
-from shoal.ps.client.bulk_transfer import read_chunk, read_rows, read_table, write_chunk, write_rows
+from shoal.ps.client.bulk_transfer import (
+    RowStamps,
+    read_changes,
+    read_chunk,
+    read_rows,
+    read_table,
+    write_chunk,
+    write_evicted,
+    write_rows,
+)
+from shoal.ps.client.row_cache import RowCache
 from shoal.ps.client.server_group import AskAll, Group
 from shoal.ps.client.step import DensePull, PushStep, RowsPull
-from shoal.ps.layout import CHUNKS_PER_MODEL, TABLES_PER_MODEL, dtype_name, plan_chunks
+from shoal.ps.layout import (
+    CHUNK_BYTES,
+    CHUNKS_PER_MODEL,
+    DEVICE_CHUNK_BYTES,
+    TABLES_PER_MODEL,
+    dtype_name,
+    plan_chunks,
+)
 from shoal.ps.server.dense import as_flat
 from shoal.runtime import events
 from shoal.runtime.transport.messages.client_server import (
@@ -66,6 +87,12 @@ class _Chunk:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def accelerator(self) -> torch.device | None:
+        """The one on which all of its parameters are, if so."""
+        first, *others = {view[0].device for view in self.views}
+        return first if not others and first.type != "cpu" else None
+
 
 class DenseParameters:
     """Every trained parameter that is not rows."""
@@ -78,13 +105,20 @@ class DenseParameters:
         num_servers: int,
         num_copies: int,
         first_chunk: int,
-        is_exact: bool,
+        in_place: bool,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """`named`: name, parameter and its group in the optimizer. In exact steps weights are read where they lie."""
-        self._is_exact = is_exact
+        """`named`: name, parameter and its group in the optimizer. With `in_place` weights are read where they lie."""
+        self._in_place = in_place
         described = [(name, tuple(p.shape), dtype_name(p.dtype), group) for name, p, group in named]
         slots = slots_at_launch(num_servers, num_copies)
-        specs = plan_chunks(described, optimizer=optimizer, slots_by_server=slots, first_number=first_chunk)
+        specs = plan_chunks(
+            described,
+            optimizer=optimizer,
+            slots_by_server=slots,
+            chunk_bytes=chunk_bytes,
+            first_number=first_chunk,
+        )
         parameters = {name: parameter for name, parameter, _ in named}
         self._chunks: list[_Chunk] = []
         self._of_parameter: dict[int, list[_Chunk]] = {}
@@ -98,6 +132,8 @@ class DenseParameters:
                 self._of_parameter.setdefault(id(parameter), []).append(chunk)
             self._chunks.append(chunk)
         self._step: PushStep | None = None
+        # Chunks that a device may still be copying out: the parts without a gradient, and what tells when it has.
+        self._leaving: deque[tuple[_Chunk, list[int], torch.Event]] = deque()
         self.newest = 0  # the most updates that anything pulled so far had behind it
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
@@ -113,6 +149,7 @@ class DenseParameters:
     def arm(self, step: PushStep) -> None:
         """Gradients that backward makes from now on belong to this step and are its last."""
         self._step = step
+        self._leaving.clear()
         for chunk in self._chunks:
             chunk.missing, chunk.is_sent = len({id(view[0]) for view in chunk.views}), False
 
@@ -121,6 +158,10 @@ class DenseParameters:
         for chunk in self._chunks:
             if not chunk.is_sent:
                 self._send(chunk)
+        while self._leaving:
+            chunk, unused, is_out = self._leaving.popleft()
+            is_out.synchronize()
+            self._push(chunk, unused)
         self._step = None
 
     def disarm(self) -> None:
@@ -134,23 +175,38 @@ class DenseParameters:
             chunk.missing -= 1
             if not chunk.missing:
                 self._send(chunk)
+        while self._leaving and self._leaving[0][2].query():
+            self._push(*self._leaving.popleft()[:2])
+            self._step.flush()  # the server's device takes it while this one computes
 
     def _send(self, chunk: _Chunk) -> None:
         assert self._step is not None
         chunk.is_sent = True
         memory = self._step.chunk_memory(chunk.spec.number, chunk.spec.slot, chunk.nbytes)
         flat = torch.frombuffer(memory, dtype=chunk.dtype)
-        unused = []
-        for number, (parameter, offset, at, numel) in enumerate(chunk.views):
-            here = flat[at : at + numel]
-            gradient = parameter.grad
-            if gradient is None:
-                here.zero_()
-                unused.append(number)
-            else:
-                if gradient.layout is torch.sparse_coo:
-                    gradient = gradient.to_dense()
-                here.copy_(gradient.reshape(-1)[offset : offset + numel])
+        gradients = [_piece(*view) for view in chunk.views]
+        unused = [number for number, gradient in enumerate(gradients) if gradient is None]
+        device = chunk.accelerator
+        if device is None:
+            for gradient, (_, _, at, numel) in zip(gradients, chunk.views, strict=True):
+                here = flat[at : at + numel]
+                here.zero_() if gradient is None else here.copy_(gradient)
+            self._push(chunk, unused)
+            return
+        # Copied as one, and not waited for here: backward would wait for the device at every chunk.
+        joined = torch.cat(
+            [
+                torch.zeros(view[3], dtype=chunk.dtype, device=device) if gradient is None else gradient
+                for gradient, view in zip(gradients, chunk.views, strict=True)
+            ]
+        )
+        flat.copy_(joined, non_blocking=True)
+        is_out = torch.Event(device)
+        is_out.record()
+        self._leaving.append((chunk, unused, is_out))
+
+    def _push(self, chunk: _Chunk, unused: list[int]) -> None:
+        assert self._step is not None
         has_codec = chunk.dtype in (torch.float32, torch.float64)
         self._step.push_dense(chunk.spec.number, unused, chunk.spec.dtype if has_codec else "")
 
@@ -160,27 +216,40 @@ class DenseParameters:
     def _has_codecs(self) -> bool:
         return all(chunk.dtype in (torch.float32, torch.float64) for chunk in self._chunks)
 
-    def pull(self, clock: int, codec: str = "") -> DensePull:
+    def pull(self, clock: int, codec: str = "", unpushed: int = 0) -> DensePull:
         chunks = [(c.spec.number, c.spec.slot, c.nbytes) for c in self._chunks]
         codec = codec if self._has_codecs else ""
         dtypes = {c.spec.number: c.spec.dtype for c in self._chunks}
         return DensePull(
-            chunks, clock=clock, in_place=self._is_exact and not codec, codec=codec, dtypes=dtypes
+            chunks,
+            clock=clock,
+            in_place=self._in_place and not codec,
+            codec=codec,
+            dtypes=dtypes,
+            unpushed=unpushed,
         )
 
     @torch.no_grad()
     def take(self, pull: DensePull) -> None:
         self.newest = max(self.newest, pull.updates)
+        targets: list[Tensor] = []
+        values: list[Tensor] = []
         for chunk in self._chunks:
             flat = as_flat(pull.arrived[chunk.spec.number], chunk.dtype)
+            device = chunk.accelerator
+            if device is not None:
+                flat = flat.to(device)  # in one copy, and waited for: what is pulled is released below
             for parameter, offset, at, numel in chunk.views:
                 target = parameter.detach().view(-1) if parameter.is_contiguous() else None
                 if target is not None:
-                    target[offset : offset + numel].copy_(flat[at : at + numel])
+                    targets.append(target[offset : offset + numel])
+                    values.append(flat[at : at + numel])
                 else:
                     whole = parameter.detach().reshape(-1).clone()
                     whole[offset : offset + numel] = flat[at : at + numel]
                     parameter.copy_(whole.view(parameter.shape))
+        if targets:
+            torch._foreach_copy_(targets, values)
         pull.release()
 
     def flat(self, chunk: ChunkSpec) -> Tensor:
@@ -195,6 +264,16 @@ class DenseParameters:
         pull = self.pull(clock, "" if is_whole else group.compression.pull)
         group.run(pull)
         self.take(pull)
+
+
+def _piece(parameter: nn.Parameter, offset: int, at: int, numel: int) -> Tensor | None:
+    """The part of a parameter's gradient that is in a chunk, where backward left one."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout is torch.sparse_coo:
+        gradient = gradient.to_dense()
+    return gradient.reshape(-1)[offset : offset + numel]
 
 
 def slots_at_launch(num_servers: int, num_copies: int) -> list[list[int]]:
@@ -276,13 +355,19 @@ class ServedModel:
         job, optimizer = self._job, self._optimizer
         self.plan = found
         self._declared_settings = [plain_settings(group) for group in optimizer.param_groups]
-        for number, taken in enumerate(found.taken):
+        first = limited(taken.module for taken in found.taken)
+        in_order = sorted(found.taken, key=lambda taken: all(taken.module is not each for each in first))
+        for number, taken in enumerate(in_order):
             number += job.number * TABLES_PER_MODEL
-            self.rows.append(RowModule(taken, number, self._group, seed=job.seed))
+            module = RowModule(taken, number, self._group, seed=job.seed)
+            if self._launched.row_cache is not None:
+                module.cache = self._row_cache(module, self._launched.row_cache)
+            self.rows.append(module)
         rows = {id(taken.module.weight) for taken in found.taken if hasattr(taken.module, "weight")}
         groups = {
             id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
+        is_on_cpu = self._launched.server_device == "cpu"
         self.dense = DenseParameters(
             [
                 (name, parameter, groups[id(parameter)])
@@ -296,8 +381,14 @@ class ServedModel:
             num_servers=self._launched.num_servers,
             num_copies=self._launched.num_replicas,
             first_chunk=job.number * CHUNKS_PER_MODEL,
-            is_exact=strategies.parse(self._launched.strategy).mode == "exact",
+            # What is on a device cannot be looked at from here, and torch's calls cost more there than bytes.
+            in_place=strategies.parse(self._launched.strategy).mode == "exact" and is_on_cpu,
+            chunk_bytes=CHUNK_BYTES if is_on_cpu else DEVICE_CHUNK_BYTES,
         )
+
+    def _row_cache(self, module: RowModule, num_rows: int) -> RowCache:
+        bound, max_age = strategies.parse(self._launched.strategy).bound, self._launched.pull_every
+        return RowCache(num_rows, module.dim, module.np_dtype, max_age=max_age, bound=bound)
 
     def places(self) -> Iterator[LayerPlace]:
         """Rows by their keys, the rest in chunks; what the servers have not is left out."""
@@ -314,16 +405,26 @@ class ServedModel:
 
     def declare(self) -> None:
         """Tell all servers, and those to come."""
-        for module in self.rows:
-            self._group.declare(DeclareTable(module.spec))
+        for message in self.declarations():
+            self._group.declare(message)
+
+    def declarations(self) -> list[DeclareTable | DeclareDense]:
+        found: list[DeclareTable | DeclareDense] = [DeclareTable(module.spec) for module in self.rows]
         kind = type(self._optimizer).__name__
         if self.dense.specs:
-            self._group.declare(
-                DeclareDense(self.dense.specs, kind, self._declared_settings, self._job.number)
-            )
+            found.append(DeclareDense(self.dense.specs, kind, self._declared_settings, self._job.number))
+        return found
+
+    def clear_cache(self) -> None:
+        """Forget rows that were pulled before they were written anew."""
+        for module in self.rows:
+            if module.cache is not None:
+                module.cache.clear()
 
     def write(self, saved: PieceReader | None, *, keeps_state: bool = False) -> None:
         """Give the servers what this process's model holds, and the optimizer state of `saved`, or that which they have."""
+        if saved is not None and saved.optimizer_settings is not None:
+            load_named(self._group, saved)
         for module in self.rows:
             if isinstance(module.module, HashEmbedding):
                 self._write_hashed(module, saved, keeps_state)
@@ -331,11 +432,11 @@ class ServedModel:
             weight = module.module.weight
             assert isinstance(weight, Tensor)
             if keeps_state:
-                for keys, _, kept, num_updates in read_rows(self._group, module.spec):
-                    values = weight.detach().cpu()[torch.from_numpy(keys)].numpy()
-                    self._write_rows(module, keys, values, kept, num_updates)
+                for slot in read_rows(self._group, module.spec):
+                    values = weight.detach().cpu()[torch.from_numpy(slot.keys)].numpy()
+                    self._write_rows(module, slot.keys, values, slot.state, slot.step)
                 continue
-            state, step = saved_state(module.taken.name, module.spec.rule, saved)
+            state, step, _ = saved_state(module.taken.name, module.spec, saved)
             self._write_rows(
                 module, np.arange(len(weight), dtype=np.int64), weight.detach().cpu().numpy(), state, step
             )
@@ -358,19 +459,24 @@ class ServedModel:
             if isinstance(source, LocalRows):
                 self._write_rows(module, *source.everything(), None, 0)
             return
-        state, step = saved_state(name, module.spec.rule, saved)
+        state, step, num_evicted = saved_state(name, module.spec, saved)
         if not isinstance(source, LocalRows):  # rows that the saved table has not are as nobody wrote them
-            had, _, had_state, had_step = read_table(self._group, module.spec)
+            had, _, had_state, had_step, _ = read_table(self._group, module.spec)
             others = np.setdiff1d(had, table[0], assume_unique=True)
             values = np.empty((len(others), module.dim), module.np_dtype)
             RowTable(module.spec).pull(others, values)
-            self._write_rows(module, others, values, None, step)
+            gone = None  # with a policy they go: no sightings
+            if module.spec.policy is not None:
+                gone = np.zeros((len(others), had_state.shape[1]), module.np_dtype)
+            self._write_rows(module, others, values, gone, step)
             if keeps_state:
                 self._write_rows(module, *table, None, had_step)
                 both, new, old = np.intersect1d(table[0], had, assume_unique=True, return_indices=True)
                 self._write_rows(module, both, table[1][new], had_state[old], had_step)
                 return
         self._write_rows(module, *table, state, step)
+        if num_evicted:
+            write_evicted(self._group, module.spec, num_evicted, step)
 
     def install(self) -> None:
         for module in self.rows:
@@ -413,6 +519,8 @@ class ServedModel:
     def pull_weights(self, clock: int) -> None:
         """Put what the servers hold into the model of this process, but for rows that have no end."""
         session.shared(self._group.bytes_shared)
+        session.saved_keys(self._group.key_bytes_saved)
+        self._group.key_bytes_saved = 0
         self._report_tiers()
         self.dense.refresh(self._group, clock, is_whole=True)
         for module in self.rows:
@@ -431,7 +539,10 @@ class ServedModel:
 
     def _report_tiers(self) -> None:
         """Tell where the rows are, for summary.json."""
-        if self._launched.table_memory is None or self._launched.rank or not self.rows:
+        is_of_interest = self._launched.table_memory is not None or any(
+            module.spec.policy is not None for module in self.rows
+        )
+        if not is_of_interest or self._launched.rank or not self.rows:
             return
         asking = AskAll(lambda _: AskTables())
         self._group.run(asking)
@@ -468,13 +579,12 @@ class ServedModel:
                 for key, span in columns.items()
             }
             num_updates = 0
-            for row_keys, _, row_state, of_slot in read_rows(self._group, module.spec):
-                num_updates = max(
-                    num_updates, of_slot
-                )  # a slot without rows knows of none before a checkpoint
+            for slot in read_rows(self._group, module.spec):
+                # A slot without rows knows of none before a checkpoint.
+                num_updates = max(num_updates, slot.step)
                 for key, span in columns.items():
-                    held[key][torch.from_numpy(row_keys)] = torch.from_numpy(
-                        np.ascontiguousarray(row_state[:, span])
+                    held[key][torch.from_numpy(slot.keys)] = torch.from_numpy(
+                        np.ascontiguousarray(slot.state[:, span])
                     )
             for key, tensor in held.items():
                 whole[f"{OPTIMIZER}{module.taken.name}/{key}"] = tensor
@@ -482,12 +592,15 @@ class ServedModel:
         for name, tensor in whole.items():
             yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
-    def hashed_pieces(self) -> Iterator[Piece]:
+    def table_pieces(self, changes: RowStamps | None = None) -> Iterator[Piece]:
+        """Tables of any ids, also those of `shoal.ps.connect()`: whole, or rows that changed."""
         for module in self.rows:
-            if isinstance(module.module, HashEmbedding):
-                yield from pieces_of(
-                    module.taken.name, module.spec.rule, *read_table(self._group, module.spec)
-                )
+            name, spec = module.taken.name, module.spec
+            if not isinstance(module.module, HashEmbedding):
+                continue
+            table, is_whole = read_changes(self._group, spec, name, changes)
+            yield from pieces_of(name, spec, *table) if is_whole else changes_of(name, spec, *table)
+        yield from named_pieces(self._group, changes)
 
     def _saved_chunk(self, spec: Any, saved: PieceReader | None) -> dict[tuple[int, str], Tensor]:
         if saved is None or saved.optimizer_settings is None:

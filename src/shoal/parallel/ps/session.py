@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from shoal.cluster.worker import torchrun
 from shoal.cluster.worker.coordinator_client import LeaseClient
 from shoal.config import job as jobs
+from shoal.config import placement
 from shoal.config import strategy as strategies
 from shoal.ps.client.server_group import AskAll, AskOwner, Group
 from shoal.ps.client.step import Decision, PushStep
@@ -24,7 +25,7 @@ from shoal.ps.codecs import Compression
 from shoal.recovery import state_transfer
 from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import KeptResults, Part, RecoveryState
-from shoal.runtime import recorder
+from shoal.runtime import page_lock, recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.framing import unpack
 from shoal.runtime.transport.messages.client_server import AskNote, Commit, DeclareMode, Note, Post
@@ -59,6 +60,9 @@ class PsSession(ReplayLog):
             tell_late=self._session.tell_late,
         )
         self.group.compression = Compression(job.compress)
+        self.group.reads_replicas = kind == "exact"
+        if placement.of_job(job).devices[job.rank].startswith("cuda"):
+            self.group.lock_memory = page_lock.lock
         self.updates = 0  # steps committed so far, of all models of the script: the clock of this worker
         self._updates_at_anchor = 0  # a replacement counts those since then once more
         self._is_there = False

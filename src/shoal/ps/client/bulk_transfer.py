@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,33 +20,111 @@ from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.shared_client import Link
 
+_ASKED_AT_ONCE = 16  # slots
+
+
+@dataclass(slots=True)
+class RowStamps:
+    """Stamps up to which tables were read, by table and slot: the server's name for them, and how far it had come."""
+
+    since: dict[str, list[tuple[str, int]]]
+    """Those that the checkpoint before was read up to; a table that is not here is read whole."""
+
+    read_to: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    """Set by `read_changes`: the stamps for the next one."""
+
+    num_table_bytes: int = 0
+    """Set too: of all rows of all tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """Rows of one slot, or those that changed: keys in increasing order, values, optimizer state."""
+
+    keys: NDArray[np.int64]
+    values: NDArray[Any]
+    state: NDArray[Any]
+    step: int  # of the rule
+    num_evicted: int  # rows that the table's policy dropped so far
+    num_rows: int  # of the slot
+    stamp: tuple[str, int]  # the server's name for its stamps, and how far they were
+
 
 def read_rows(
-    group: Group, table: msg.TableSpec
-) -> Iterator[tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int]]:
-    """(keys, values, state, step of the rule) of one slot after the other."""
-    for slot in range(NUM_SLOTS):
-        asking = AskOwner(slot, lambda view, slot=slot: msg.ReadRows(view, table.number, slot))  # type: ignore[misc]
-        group.run(asking)
-        assert isinstance(asking.answer, msg.RowsRead)
+    group: Group,
+    table: msg.TableSpec,
+    *,
+    is_tracked: bool = False,
+    since: Sequence[tuple[str, int]] = (("", 0),) * NUM_SLOTS,
+) -> Iterator[SlotRows]:
+    """One slot after the other. Where it is tracked, rows that changed since these stamps, as far as they are the server's."""
+    asked = [
+        AskOwner(slot, _asks(table.number, slot, is_tracked, tracker, stamp))
+        for slot, (tracker, stamp) in enumerate(since)
+    ]
+    for slot, asking in enumerate(asked):
+        if slot % _ASKED_AT_ONCE == 0:  # each alone would be a wake-up of the server and one of this process
+            for each in asked[slot : slot + _ASKED_AT_ONCE]:
+                group.start(each)
+        group.finish(asking)
+        answer = asking.answer
+        assert isinstance(answer, msg.RowsRead)
         keys, values, state = (bytearray(frame) for frame in asking.frames)  # arrays that may be written
         num_rows = len(keys) // 8
-        yield (
+        yield SlotRows(
             np.frombuffer(keys, np.int64),
             np.frombuffer(values, table.dtype).reshape(num_rows, table.dim),
-            np.frombuffer(state, table.dtype).reshape(num_rows, asking.answer.state_dim),
-            asking.answer.step,
+            np.frombuffer(state, table.dtype).reshape(num_rows, answer.state_dim),
+            answer.step,
+            answer.num_evicted,
+            answer.num_rows,
+            (answer.tracker, answer.clock),
         )
+        asking.frames = []  # read: not all slots are in memory at once
+
+
+def _asks(table: int, slot: int, is_tracked: bool, tracker: str, since: int) -> Callable[[int], msg.ReadRows]:
+    return lambda view: msg.ReadRows(view, table, slot, is_tracked=is_tracked, tracker=tracker, since=since)
 
 
 def read_table(
     group: Group, table: msg.TableSpec
-) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int]:
-    """(keys, values, state, step of the rule) of all slots, by increasing key."""
-    parts = list(read_rows(group, table))
-    keys, values, state = (np.concatenate([part[column] for part in parts]) for column in range(3))
+) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int, int]:
+    """(keys, values, state, step of the rule, rows evicted so far) of all slots, by increasing key."""
+    return together(list(read_rows(group, table)))
+
+
+def together(
+    slots: Sequence[SlotRows],
+) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int, int]:
+    """Slots as one table."""
+    keys, values, state = (
+        np.concatenate([getattr(each, column) for each in slots]) for column in ("keys", "values", "state")
+    )
     order = np.argsort(keys)
-    return keys[order], values[order], state[order], max(part[3] for part in parts)
+    num_evicted = sum(each.num_evicted for each in slots)
+    return keys[order], values[order], state[order], max(each.step for each in slots), num_evicted
+
+
+def read_changes(
+    group: Group, table: msg.TableSpec, name: str, changes: RowStamps | None
+) -> tuple[tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int, int], bool]:
+    """A table as `read_table` gives it, and whether it is whole: else only rows that changed since `changes.since[name]`.
+
+    Whole, too, where a slot has another server's stamps by now: what that one never had it cannot say is gone.
+    """
+    if changes is None:
+        return read_table(group, table), True
+    since = changes.since.get(name)
+    slots = list(read_rows(group, table, is_tracked=True, since=since)) if since is not None else []
+    if since is None or any(
+        slot.stamp[0] != tracker for slot, (tracker, _) in zip(slots, since, strict=True)
+    ):
+        since, slots = None, list(read_rows(group, table, is_tracked=True))
+    changes.read_to[name] = [slot.stamp for slot in slots]
+    row_bytes = 8 + (table.dim + slots[0].state.shape[1]) * slots[0].values.itemsize
+    changes.num_table_bytes += row_bytes * sum(slot.num_rows for slot in slots)
+    return together(slots), since is None
 
 
 class _Writing:
@@ -90,6 +169,12 @@ def write_rows(
     step: int,
 ) -> None:
     group.run(_Writing(table, [keys, values] if state is None else [keys, values, state], step))
+
+
+def write_evicted(group: Group, table: msg.TableSpec, num_evicted: int, step: int) -> None:
+    """Set how many rows the table's policy has dropped so far."""
+    told = lambda view: msg.WriteRows(view, table.number, step, num_evicted)  # noqa: E731
+    group.run(AskOwner(0, told, [b"", b"", b""]))
 
 
 def read_chunk(group: Group, chunk: msg.ChunkSpec) -> tuple[Tensor, dict[tuple[int, str], Tensor]]:

@@ -23,6 +23,7 @@ import hashlib
 import itertools
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from shoal.cluster.worker.coordinator_client import LeaseClient
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
 from shoal.config.job import Job
+from shoal.config.row_policy import RowPolicy
 from shoal.embedding.kernels import expand, sum_back, unique
 from shoal.embedding.rules import rule_named
 from shoal.errors import ArenaFull, ConfigError, LinkLost, PsError
@@ -161,7 +163,15 @@ class Push(KvRequest):
         holders = {server for server, _, _ in parts}
         for server in group.servers:
             num_pushes = int(server in holders)
-            end = msg.StepEnd(*name, rank=self._rank, num_pushes=num_pushes, exchange=0, anchored_at=0)
+            # Named, because a server without any of the keys counts it too: as an update of this table, not of a model.
+            end = msg.StepEnd(
+                *name,
+                rank=self._rank,
+                num_pushes=num_pushes,
+                exchange=0,
+                anchored_at=0,
+                model=self.table.number,
+            )
             self._ask(group, server, end, [b"", b""])
 
     def _finish(self) -> None:
@@ -390,6 +400,8 @@ def check_spec(spec: msg.TableSpec) -> None:
     for what, given, known in (("dtype", spec.dtype, get_args(Dtype)), ("init", spec.init, get_args(Init))):
         if given not in known:
             raise _wrong(spec.name, f"{what} must be one of {', '.join(known)}, got {given!r}")
+    if spec.policy is not None and not isinstance(spec.policy, RowPolicy):
+        raise _wrong(spec.name, f"policy must be a shoal.nn.RowPolicy, got {spec.policy!r}")
     if not np.isfinite(spec.scale) or spec.scale < 0:
         raise _wrong(spec.name, f"scale must be a finite number of at least 0, got {spec.scale!r}")
 
@@ -483,6 +495,13 @@ def _wrong(table: str, problem: str, remedy: str = "") -> ConfigError:
 FIRST_STREAM = 1 << 62  # leases of training are streams below it
 
 _numbers = itertools.count()
+_connected: weakref.WeakSet[Kv] = weakref.WeakSet()
+
+
+def declared_tables() -> list[msg.TableSpec]:
+    """Tables that this process declared and has not left, each once, by name."""
+    found = {name: spec for kv in _connected if not kv._is_closed for name, spec in kv._tables.items()}
+    return [found[name] for name in sorted(found)]
 
 
 class Handle:
@@ -518,6 +537,7 @@ class Kv:
         self._lines: LeaseClient | None = None
         group.declare(mode)
         self._counted = self._last_counted() if job.incarnation else 0
+        _connected.add(self)
 
     # ---- tables ---------------------------------------------------------------------------------
 
@@ -532,6 +552,7 @@ class Kv:
         num_rows: int | None = None,
         dtype: Dtype = "float32",
         seed: int = 0,
+        policy: RowPolicy | None = None,
         **settings: float,
     ) -> str:
         """Declare a table, in the same words on every worker; gives its name back.
@@ -539,12 +560,13 @@ class Kv:
         `rule` says what a push does to a row: "store" sets it, "add" adds to it, "sgd", "adagrad",
         "rowwise-adagrad", "adam" and "ftrl" take it for a gradient, with `settings` such as lr=0.1. A row that
         nobody pushed yet is `init`: zeros, or drawn from (seed, table, key) with standard deviation or half width
-        `scale`. Keys are any int64, or 0..num_rows-1 where `num_rows` is given, which is quicker.
+        `scale`. Keys are any int64, or 0..num_rows-1 where `num_rows` is given, which is quicker. With a `policy`
+        (`shoal.nn.RowPolicy`) rows are admitted and dropped again; its steps are pushes to this table.
         """
         number, completed = table_number(name), rule_named(rule).complete(settings)
         own_seed = mix(seed, number)  # tables of one seed have different rows
         spec = msg.TableSpec(
-            number, name, dim, dtype, rule, completed, num_rows, init, float(scale), own_seed
+            number, name, dim, dtype, rule, completed, num_rows, init, float(scale), own_seed, policy
         )
         check_spec(spec)
         with self._lock:

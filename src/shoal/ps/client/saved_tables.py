@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
+from shoal.embedding.row_statistics import num_columns
 from shoal.errors import CheckpointDamaged, CheckpointMismatch, CheckpointWriteFailed, NoCheckpoint
-from shoal.ps.client.bulk_transfer import write_rows
-from shoal.ps.client.server_group import AskOwner, Group
+from shoal.ps.client.bulk_transfer import read_rows, write_evicted, write_rows
+from shoal.ps.client.server_group import Group
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.messages import client_server as msg
 
@@ -51,9 +52,10 @@ class SavedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     num_bytes: int  # of all its rows
     read_to: list[tuple[str, int]]
+    num_evicted: int = 0
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TablesManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that counts in a directory of saved tables."""
 
     tables: dict[str, SavedTable]
@@ -98,7 +100,7 @@ def save_tables(group: Group, tables: Sequence[msg.TableSpec], path: Path) -> Sa
         writer.end()
         failpoint("worker: part of a checkpoint written")
         kept = before.files if before is not None and is_more else []
-        manifest = Manifest({**(known if is_more else {}), **saved}, [*kept, *writer.files], generation)
+        manifest = TablesManifest({**(known if is_more else {}), **saved}, [*kept, *writer.files], generation)
         _replace(path / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
         _remove_others(path, manifest)
     except OSError as error:
@@ -125,28 +127,16 @@ def _same_stamps(saved: dict[str, SavedTable], known: dict[str, SavedTable]) -> 
 
 
 def _save_table(group: Group, table: msg.TableSpec, before: SavedTable | None, writer: _Writer) -> SavedTable:
-    read_to, step, num_bytes = [], before.step if before is not None else 0, 0
-    for slot in range(NUM_SLOTS):
-        tracker, since = before.read_to[slot] if before is not None else ("", 0)
-        asking = AskOwner(slot, _asks(table.number, slot, tracker, since))
-        group.run(asking)
-        answer = asking.answer
-        assert isinstance(answer, msg.RowsRead)
-        keys, values, state = (bytearray(frame) for frame in asking.frames)
-        num_rows = len(keys) // 8
-        width = table.dim + answer.state_dim
-        whole = np.empty((num_rows, width), table.dtype)
-        whole[:, : table.dim] = np.frombuffer(values, table.dtype).reshape(num_rows, table.dim)
-        whole[:, table.dim :] = np.frombuffer(state, table.dtype).reshape(num_rows, answer.state_dim)
-        writer.add(table.name, np.frombuffer(keys, np.int64), whole)
-        read_to.append((answer.tracker, answer.clock))
-        step = max(step, answer.step)
-        num_bytes += answer.num_rows * (8 + width * whole.itemsize)
-    return SavedTable(table, step, num_bytes, read_to)
-
-
-def _asks(table: int, slot: int, tracker: str, since: int) -> Callable[[int], msg.ReadRows]:
-    return lambda view: msg.ReadRows(view, table, slot, is_tracked=True, tracker=tracker, since=since)
+    read_to, step, num_bytes, num_evicted = [], before.step if before is not None else 0, 0, 0
+    since = before.read_to if before is not None else [("", 0)] * NUM_SLOTS
+    for each in read_rows(group, table, is_tracked=True, since=since):
+        width = table.dim + each.state.shape[1]
+        writer.add(table.name, each.keys, np.concatenate([each.values, each.state], axis=1))
+        read_to.append(each.stamp)
+        step = max(step, each.step)
+        num_bytes += each.num_rows * (8 + width * each.values.itemsize)
+        num_evicted += each.num_evicted
+    return SavedTable(table, step, num_bytes, read_to, num_evicted)
 
 
 class _Writer:
@@ -189,10 +179,9 @@ def load_tables(group: Group, tables: Sequence[msg.TableSpec], path: Path) -> li
     found = {table.name: table for table in tables if table.name in manifest.tables}
     for name, table in found.items():
         saved = manifest.tables[name].spec
-        if (saved.dim, saved.dtype, saved.rule) != (table.dim, table.dtype, table.rule):
+        if _columns(saved) != _columns(table):
             shapes = [
-                f"table '{name}' was saved with {saved.dim} {saved.dtype} by row and the rule {saved.rule}, and is declared "
-                f"with {table.dim} {table.dtype} and {table.rule}"
+                f"table '{name}' was saved with {_described(saved)}, and is declared with {_described(table)}"
             ]
             raise CheckpointMismatch(path=str(path), missing=[], unexpected=[], shapes=shapes)
     for file in manifest.files:  # before any row is set
@@ -203,7 +192,19 @@ def load_tables(group: Group, tables: Sequence[msg.TableSpec], path: Path) -> li
                 table, order = found[name], np.argsort(keys)
                 values, state = whole[order, : table.dim], whole[order, table.dim :]
                 _write(group, table, keys[order], values, state, manifest.tables[name].step)
+    for name, table in found.items():
+        if manifest.tables[name].num_evicted:
+            write_evicted(group, table, manifest.tables[name].num_evicted, manifest.tables[name].step)
     return sorted(found)
+
+
+def _columns(table: msg.TableSpec) -> tuple[object, ...]:
+    return table.dim, table.dtype, table.rule, num_columns(table.policy)
+
+
+def _described(table: msg.TableSpec) -> str:
+    statistics = f", {num_columns(table.policy)} statistics" if table.policy is not None else ""
+    return f"{table.dim} {table.dtype} by row, the rule {table.rule}{statistics}"
 
 
 BLOCK_BYTES = 4 << 20
@@ -242,9 +243,9 @@ def _check(path: Path, file: SavedFile) -> None:
         )
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path) -> TablesManifest:
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=TablesManifest)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointDamaged(path=str(path), problem=f"{MANIFEST}: {error}") from None
     if any(len(table.read_to) != NUM_SLOTS for table in manifest.tables.values()):
@@ -255,7 +256,7 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _remove_others(path: Path, manifest: Manifest | None) -> None:
+def _remove_others(path: Path, manifest: TablesManifest | None) -> None:
     """Remove files of a save that was killed, and of those that were written anew."""
     named = {file.name for file in manifest.files} if manifest is not None else set()
     for file in path.glob("rows-*.safetensors*"):

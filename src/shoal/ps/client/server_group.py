@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from shoal.errors import LinkLost, ServerRefused, WaitTimedOut
 from shoal.ps.codecs import Compression
-from shoal.runtime.transport import endpoint, memfd
+from shoal.ps.key_lists import KeyLists
+from shoal.runtime.transport import endpoint, memfd, tls
 from shoal.runtime.transport.arena import Buffer
 from shoal.runtime.transport.framing import Bytes
 from shoal.runtime.transport.messages import client_server as msg
@@ -89,9 +90,17 @@ class Group:
         self.view = 0
         self.servers: tuple[int, ...] = ()  # those that are primary of something, in order
         self.owner_of_slot: NDArray[np.int16] = np.zeros(0, np.int16)
+        self.reads_replicas = False
+        """Pulls go to a replica on this host where the primary is on another. Exact strategies only: ADR 43."""
+        self.reader_of_slot: NDArray[np.int16] = np.zeros(0, np.int16)
+        self.readers: tuple[int, ...] = ()  # those that answer pulls, in order
+        self.replicas: frozenset[int] = frozenset()  # of those, the ones that answer as a replica
         self._incarnations: dict[int, int] = {}
         self._has_held = False  # messages that wait in links to be sent together
         self.compression = Compression()  # none, unless a strategy says so
+        self.lock_memory: Callable[[memoryview], Callable[[], None]] | None = None  # for a device's copies
+        self._key_lists: dict[int, KeyLists] = {}  # by server of another host: what it was sent in this view
+        self.key_bytes_saved = 0
 
     # ---- operations -----------------------------------------------------------------------------
 
@@ -102,7 +111,7 @@ class Group:
         with contextlib.suppress(LinkLost, ViewChanged):
             operation.sent_in = 0
             operation.send(self)
-            self._flush(is_remote=True)  # on its way while this process computes
+            self.flush(is_remote=True)  # on its way while this process computes
             operation.sent_in = self.view
 
     def finish(self, operation: Operation) -> None:
@@ -123,6 +132,7 @@ class Group:
             except LinkLost as error:
                 is_behind, lost = False, error.peer
             operation.sent_in = 0
+            self._key_lists.clear()  # what was not heard is not known there
             deadline = min(deadline, time.monotonic() + self.timeout_s)
             if time.monotonic() > deadline:
                 raise WaitTimedOut(
@@ -161,10 +171,15 @@ class Group:
         """Wait for a view newer than the present one, and stand in it."""
         found = self._ask_view(self.view, self.timeout_s if timeout_s is None else timeout_s)
         self.view = found.view
+        self._key_lists.clear()
         self._incarnations = dict(found.incarnations)
         self._addresses = endpoint.of_servers(self._ways_in, found, self._own_host)
         self.owner_of_slot = np.array([held[0] if held else -1 for held in found.holders], np.int16)
         self.servers = tuple(sorted({int(server) for server in self.owner_of_slot if server >= 0}))
+        self.reader_of_slot = np.array([self._nearest(held) for held in found.holders], np.int16)
+        self.readers = tuple(sorted({int(server) for server in self.reader_of_slot if server >= 0}))
+        is_replica = self.reader_of_slot != self.owner_of_slot
+        self.replicas = frozenset(self.reader_of_slot[is_replica].tolist())
         for server, (incarnation, link) in list(self._links.items()):
             if self._incarnations.get(server) != incarnation:
                 link.close()
@@ -172,6 +187,15 @@ class Group:
 
     def owner(self, slot: int) -> int:
         return int(self.owner_of_slot[slot])
+
+    def reader(self, slot: int) -> int:
+        """The server that answers pulls of a slot: its primary, or a replica that is nearer."""
+        return int(self.reader_of_slot[slot])
+
+    def _nearest(self, holders: Sequence[int]) -> int:
+        if not self.reads_replicas:
+            return holders[0] if holders else -1
+        return min(holders, key=lambda server: tls.is_remote(self._addresses[server]), default=-1)
 
     def link(self, server: int) -> Link:
         """The connection to a server, made where there is none; LinkLost where it is gone."""
@@ -186,6 +210,8 @@ class Group:
             )
         except WaitTimedOut as error:  # its socket is the supervisor's, and outlives it
             raise LinkLost(peer=f"server-{server}", reason=str(error)) from None
+        if self.lock_memory is not None:
+            link.arena.lock = self.lock_memory
         self._links[server] = (self._incarnations.get(server, 0), link)
         for message in self._declared:  # it may be new, and know of nothing
             self._answer(link, link.send(message))
@@ -194,7 +220,7 @@ class Group:
     def wait(self, server: int, ticket: int) -> tuple[Message, Sequence[memoryview]]:
         if self._has_held:  # not at every answer: that would walk over all links for each
             self._has_held = False
-            self._flush()
+            self.flush()
         try:
             return self._answer(self.link(server), ticket)
         except LinkLost:
@@ -224,6 +250,14 @@ class Group:
         except LinkLost:
             self._drop(server)
             raise
+
+    def name_keys(self, server: int, keys: NDArray[np.int64]) -> tuple[int, bool]:
+        """A name for keys that are about to be sent, and whether the server has them under it; 0: it shares memory."""
+        if not len(keys) or not self.link(server).is_remote:
+            return 0, False
+        name, is_known = self._key_lists.setdefault(server, KeyLists()).refer(keys)
+        self.key_bytes_saved += keys.nbytes if is_known else 0
+        return name, is_known
 
     def chunk_at(self, server: int, chunk: int) -> memoryview:
         """A chunk of dense parameters where the server has it; what it holds is for the protocol to say."""
@@ -286,7 +320,7 @@ class Group:
             return []
         return list(answer.ranks) if isinstance(answer, msg.Missing) else []
 
-    def _flush(self, *, is_remote: bool = False) -> None:
+    def flush(self, *, is_remote: bool = False) -> None:
         """Send what is buffered, to all servers at once, or to those of other hosts."""
         for server, (_, link) in list(self._links.items()):
             try:
@@ -297,6 +331,7 @@ class Group:
                 raise
 
     def _drop(self, server: int) -> None:
+        self._key_lists.pop(server, None)
         known = self._links.pop(server, None)
         if known is not None:
             known[1].close()

@@ -29,12 +29,13 @@ from shoal.runtime.transport.shared_client import Link
 
 
 def by_server(
-    table: int, keys: NDArray[np.int64], group: Group
+    table: int, keys: NDArray[np.int64], group: Group, *, is_pull: bool = False
 ) -> Sequence[tuple[int, NDArray[np.int32] | None]]:
-    """(server, places of its keys among `keys`, increasing) for every server that holds any; None: all of them."""
-    if len(group.servers) == 1:
-        return [(group.servers[0], None)]
-    order, bounds = partition(keys, group.owner_of_slot, table)
+    """(server, places of its keys among `keys`, increasing) for every server that has any; None: all of them."""
+    servers = group.readers if is_pull else group.servers
+    if len(servers) == 1:
+        return [(servers[0], None)]
+    order, bounds = partition(keys, group.reader_of_slot if is_pull else group.owner_of_slot, table)
     return [
         (server, order[bounds[server] : bounds[server + 1]])
         for server in range(len(bounds) - 1)
@@ -42,18 +43,36 @@ def by_server(
     ]
 
 
-def _write_keys(keys: NDArray[np.int64], places: NDArray[np.int32] | None, frame: Buffer) -> None:
+def _key_frame(
+    group: Group,
+    server: int,
+    keys: NDArray[np.int64],
+    places: NDArray[np.int32] | None,
+    alloc: Callable[[Link, int], Buffer],
+) -> tuple[int, Buffer]:
+    """A server's keys as they are sent: the name of their list, and a frame that is empty where the server has it."""
+    link = group.link(server)
+    if link.is_remote:
+        own = keys if places is None else keys[places]
+        name, is_known = group.name_keys(server, own)
+        frame = alloc(link, 0 if is_known else own.nbytes)
+        if not is_known:
+            frame.view[:] = raw_bytes(own)
+        return name, frame
+    frame = alloc(link, len(keys if places is None else places) * keys.itemsize)
     if places is None:
         frame.view[:] = raw_bytes(keys)
     else:
         np.take(keys, places, out=np.frombuffer(frame.view, np.int64), mode="clip")
+    return 0, frame
 
 
 class _Pull:
     """Requests to servers and the buffers they answer into; `release` them when they were used."""
 
-    def __init__(self, clock: int) -> None:
+    def __init__(self, clock: int, unpushed: int = 0) -> None:
         self.clock = clock
+        self._unpushed = unpushed  # batches of `clock` whose gradients this worker still keeps
         self.sent_in = 0
         self.staleness = 0  # distance of the slowest worker behind `clock` when it was read
         self.updates = 0  # updates by then, on the server with most
@@ -80,6 +99,11 @@ class _Pull:
             link.free(buffer)
         self._held, self._aside = [], []
 
+    def take_along(self, earlier: _Pull) -> None:
+        """Have `release` free what an earlier pull was answered into, that nobody waited for: its servers answered it before this one."""
+        self._aside += [*earlier._held, *earlier._aside]
+        earlier._held, earlier._aside = [], []
+
     def _begin(self) -> None:
         # A server that has not heard of the new view may still write there.
         self._aside += self._held
@@ -103,26 +127,35 @@ class RowsPull(_Pull):
         *,
         clock: int,
         codec: str = "",
+        unpushed: int = 0,
     ) -> None:
-        super().__init__(clock)
+        super().__init__(clock, unpushed)
         self._codec = codec
         self.table, self.keys, self._dim, self._dtype = table, keys, dim, dtype
+        self._wanted = keys  # of the servers
         self._parts: list[tuple[Buffer, NDArray[np.int32] | None]] = []
         self._rows: NDArray[Any] | None = None
 
     def send(self, group: Group) -> None:
         self._begin()
         self._parts, self._rows = [], None
-        message = msg.PullRows(group.view, self.clock, self.table, self._codec)
-        for server, places in by_server(self.table, self.keys, group):
-            link, num_keys = group.link(server), len(self.keys if places is None else places)
-            frame = self._alloc(link, num_keys * self.keys.itemsize)
+        for server, places in by_server(self.table, self._wanted, group, is_pull=True):
+            message = msg.PullRows(
+                group.view,
+                self.clock,
+                self.table,
+                self._codec,
+                self._unpushed,
+                is_nearby=server in group.replicas,
+            )
+            link, num_keys = group.link(server), len(self._wanted if places is None else places)
+            name, frame = _key_frame(group, server, self._wanted, places, self._alloc)
             num_bytes = group.compression.pulled_bytes(num_keys, self._dim, self._dtype.itemsize, self._codec)
             into = self._alloc(link, num_bytes)
-            _write_keys(self.keys, places, frame)
             if self._codec:
-                group.compression.count_keys(np.frombuffer(frame.view, np.int64), self._codec)
-            self._asked.append((server, group.send(server, message, [frame], [into])))
+                group.compression.count(num_keys * self.keys.itemsize, len(frame.view))
+            asking = msgspec.structs.replace(message, keys=name) if name else message
+            self._asked.append((server, group.send(server, asking, [frame], [into])))
             self._parts.append((into, places))
 
     def receive(self, group: Group) -> None:
@@ -131,7 +164,7 @@ class RowsPull(_Pull):
         if len(arrays) == 1 and self._parts[0][1] is None:
             self._rows = arrays[0]
             return
-        whole = np.empty((len(self.keys), self._dim), self._dtype)
+        whole = np.empty((len(self._wanted), self._dim), self._dtype)
         for rows, (_, places) in zip(arrays, self._parts, strict=True):
             assert places is not None
             row_kernels.put(rows, places, whole)
@@ -142,7 +175,7 @@ class RowsPull(_Pull):
         codec = codecs.codec(self._codec)
         if codec is None:
             return np.frombuffer(into.view, self._dtype).reshape(-1, self._dim)
-        out = np.empty((len(self.keys) if places is None else len(places), self._dim), self._dtype)
+        out = np.empty((len(self._wanted) if places is None else len(places), self._dim), self._dtype)
         codec.decode(into.view, out)
         return out
 
@@ -160,9 +193,10 @@ class RowsPull(_Pull):
 class DensePull(_Pull):
     """Chunks of dense parameters, each (number, slot, bytes): copied by the servers, or read where they have them.
 
-    Read `in_place` in exact steps, where the server is on this host: it cannot
+    Read `in_place` in exact steps, where the primary is on this host: it cannot
     update before this worker has ended its next step, so what is read is of
-    one version, and no server copies for one worker after the other.
+    one version, and no server copies for one worker after the other. A replica
+    copies: in a new view it may be given the slot once more.
     """
 
     def __init__(
@@ -173,9 +207,10 @@ class DensePull(_Pull):
         in_place: bool = False,
         codec: str = "",
         dtypes: Mapping[int, str] | None = None,
+        unpushed: int = 0,
     ) -> None:
         """With a `codec`, `dtypes` of the chunks by number."""
-        super().__init__(clock)
+        super().__init__(clock, unpushed)
         self._chunks, self._in_place = chunks, in_place
         self._codec, self._dtypes = codec, dtypes or {}
         self._looked: list[tuple[int, int, int]] = []  # server, chunk, bytes: of those that copy nothing
@@ -186,15 +221,25 @@ class DensePull(_Pull):
         self.arrived, self._looked = {}, []
         chunks_of: dict[int, list[tuple[int, int]]] = {}
         for number, slot, nbytes in self._chunks:
-            chunks_of.setdefault(group.owner(slot), []).append((number, nbytes))
+            server = group.reader(slot)
+            chunks = chunks_of.setdefault(server, [])
+            if self._in_place and server == group.owner(slot) and not group.link(server).is_remote:
+                # Nothing is asked for but to say when it has come so far.
+                self._looked.append((server, number, nbytes))
+            else:
+                chunks.append((number, nbytes))
         for server, chunks in chunks_of.items():
             link = group.link(server)
-            if self._in_place and not link.is_remote:
-                # Nothing is asked for but to say when it has come so far.
-                self._looked += [(server, number, nbytes) for number, nbytes in chunks]
-                chunks = []
             into = [self._alloc(link, self._pulled_bytes(group, *chunk)) for chunk in chunks]
-            message = msg.PullDense(group.view, self.clock, [number for number, _ in chunks], self._codec)
+            numbers = [number for number, _ in chunks]
+            message = msg.PullDense(
+                group.view,
+                self.clock,
+                numbers,
+                self._codec,
+                self._unpushed,
+                is_nearby=server in group.replicas,
+            )
             self._asked.append((server, group.send(server, message, [], into)))
             self.arrived |= {number: buffer.view for (number, _), buffer in zip(chunks, into, strict=True)}
 
@@ -291,15 +336,19 @@ class PushStep:
         dense = next(each for each in reversed(self._dense) if each.chunk == chunk)
         dense.unused = unused
         compression = self.group.compression
-        if compression.push and dtype:
-            dense.codec = compression.push
+        if compression.is_on and dtype:
+            dense.codec = compression.dense_codec()
             whole = np.frombuffer(dense.values, dtype).reshape(1, -1)
-            dense.frame = self._copied(dense.link, compression.encoded(whole))
+            dense.frame = self._copied(dense.link, compression.encoded_chunk(chunk, whole))
             dense.values = dense.frame.view
         else:
             compression.count(len(dense.values), len(dense.values))
         with recorder.PUSH:
             self._now(lambda: self._send_dense(dense))
+
+    def flush(self) -> None:
+        """Send now what was pushed so far, which else leaves with the end."""
+        self._now(self.group.flush)
 
     def end(self, vector: NDArray[np.float64], note: bytes, *, rank: int, **others: Any) -> None:
         """All is pushed; `others` are fields of StepEnd. View and number of pushes are filled in for each server."""
@@ -371,12 +420,11 @@ class PushStep:
 
     def _send_rows(self, table: int, keys: NDArray[np.int64], values: NDArray[Any]) -> None:
         compression = self.group.compression
-        compression.count_keys(keys, compression.push)
         message = msg.PushRows(self.group.view, self.stream, self.seq, table, compression.push)
         for server, places in by_server(table, keys, self.group):
             link, num_keys = self.group.link(server), len(keys if places is None else places)
-            of_keys = self._alloc(link, num_keys * keys.itemsize)
-            _write_keys(keys, places, of_keys)
+            name, of_keys = _key_frame(self.group, server, keys, places, self._alloc)
+            compression.count(num_keys * keys.itemsize, len(of_keys.view))
             if compression.push:
                 of_rows = self._copied(
                     link, compression.encoded(values if places is None else values[places])
@@ -389,7 +437,8 @@ class PushStep:
                 else:  # where the server reads it: no copy of its own in between
                     out = np.frombuffer(of_rows.view, values.dtype).reshape(num_keys, -1)
                     row_kernels.take(values, places, out)
-            self._push(server, message, [of_keys, of_rows])
+            pushed = msgspec.structs.replace(message, keys=name) if name else message
+            self._push(server, pushed, [of_keys, of_rows])
 
     def _send_dense(self, dense: _Dense) -> None:
         group = self.group

@@ -20,10 +20,19 @@ from shoal.embedding.tiered_rows import RowBudget
 from shoal.errors import ConfigError, ShoalError
 from shoal.ps import codecs
 from shoal.ps.codecs import Codec
-from shoal.ps.layout import add_rows, add_squares, first_wrong_key, num_elements, slot_of, torch_dtype
+from shoal.ps.layout import (
+    add_squares,
+    counter_of,
+    counter_of_update,
+    first_wrong_key,
+    num_elements,
+    slot_of,
+    torch_dtype,
+)
 from shoal.ps.server.actions import Frame
 from shoal.ps.server.dense import DenseStore, as_flat, check_settings
 from shoal.ps.server.progress import Slots, Vector, no_slots
+from shoal.runtime import row_kernels
 from shoal.runtime.transport.messages.client_server import (
     ChunkSpec,
     DeclareDense,
@@ -39,14 +48,14 @@ class ServerTable(RowTable):
     """A table as a server has it.
 
     One sum may be under way: `accumulate` once per rank, in rank order, then
-    `take_sum`. The first contribution is kept by reference until a second
-    comes: its memory must stay as it is until `take_sum` or `drop_sum`, and
-    with a single rank until what `take_sum` gave is done with.
+    `take_sum`. Contributions are kept by reference: their memory must stay as
+    it is until `take_sum` or `drop_sum`, and with a single rank until what
+    `take_sum` gave is done with.
     """
 
     def __init__(self, spec: TableSpec, budget: RowBudget | None = None) -> None:
         super().__init__(spec, budget)
-        self._sum: tuple[Array, Array] | None = None
+        self._parts: list[tuple[Array, Array]] = []
 
     def check_keys(self, keys: Array) -> None:
         """Refuse keys that are not strictly increasing, or out of range; nothing else may be called with such."""
@@ -64,29 +73,35 @@ class ServerTable(RowTable):
     # ---- the sum of a step ----
 
     def accumulate(self, keys: Array, grads: Array) -> None:
-        if self._sum is None:
-            self._sum = keys, grads
-            return
-        before_keys, before = self._sum
-        size = len(before_keys) + len(keys)
-        all_keys, rows = np.empty(size, np.int64), np.empty((size, self.dim), self.dtype)
-        num_keys = add_rows(before_keys, before, keys, grads, all_keys, rows)
-        self._sum = all_keys[:num_keys], rows[:num_keys]
+        self._parts.append((keys, grads))
 
     def sum_of_squares(self, out: Array) -> None:
         """Add the squares of the sum under way to `out` (float64, one per slot)."""
-        if self._sum is not None:
-            keys, rows = self._sum
+        if self._parts:
+            keys, rows = self._summed()
             add_squares(slot_of(self.spec.number, keys), rows, out)
 
     def take_sum(self) -> tuple[Array, Array]:
         """Keys, strictly increasing, and rows of the sum under way, which ends; nothing where nobody contributed."""
-        taken = self._sum
-        self._sum = None
+        taken = self._summed() if self._parts else None
+        self._parts = []
         return taken or (np.empty(0, np.int64), np.empty((0, self.dim), self.dtype))
 
     def drop_sum(self) -> None:
-        self._sum = None
+        self._parts = []
+
+    def _summed(self) -> tuple[Array, Array]:
+        """All parts as one. Every row is read once, however many ranks there are."""
+        if len(self._parts) > 1:
+            keys, places = row_kernels.unique(np.concatenate([keys for keys, _ in self._parts]))
+            rows, is_there = np.empty((len(keys), self.dim), self.dtype), np.zeros(len(keys), np.uint8)
+            begin = 0
+            for of_rank, grads in self._parts:
+                end = begin + len(of_rank)
+                row_kernels.add(grads, places[begin:end], is_there, rows)
+                begin = end
+            self._parts = [(keys, rows)]
+        return self._parts[0]
 
     # ---- by slot ----
 
@@ -94,19 +109,7 @@ class ServerTable(RowTable):
         """Keys in increasing order, values and state of a slot: copies. Where the tracker is this one's, of rows
         that changed after `since`.
         """
-        rows = np.flatnonzero(self._slots() == slot)
-        if tracker and tracker == self.tracker:
-            rows = rows[self.stamps(rows) > since]
-        return self.read_rows(rows)
-
-    def num_rows_of(self, slot: int) -> int:
-        return int(np.count_nonzero(self._slots() == slot))
-
-    def drop_slots(self, mask: Array) -> None:
-        self.drop_rows(np.asarray(mask, bool)[self._slots()])
-
-    def _slots(self) -> Array:
-        return slot_of(self.spec.number, self._index.keys.array[: self.num_rows])
+        return self.read_since(slot, since if tracker and tracker == self.tracker else None)
 
 
 Keys = npt.NDArray[np.int64]
@@ -238,6 +241,8 @@ class Contents:
             disk_bytes=budget.disk_bytes if budget is not None else 0,
             num_hits=budget.num_hits if budget is not None else 0,
             num_misses=budget.num_misses if budget is not None else 0,
+            num_counted=sum(table.num_counted for table in self.tables.values()),
+            num_evicted=sum(table.num_evicted for table in self.tables.values()),
         )
 
     # ---- frames ---------------------------------------------------------------------------------
@@ -285,7 +290,10 @@ class Contents:
             raise Refusal(
                 f"chunk {chunk.number} has {expected} bytes of {chunk.dtype}, got {memoryview(frame).nbytes}"
             )
-        return as_flat(frame, torch_dtype(chunk.dtype))
+        gradient = as_flat(frame, torch_dtype(chunk.dtype))
+        device = self.dense.memory.device
+        # To a device at once: others still compute.
+        return gradient if device is None else gradient.to(device)
 
     # ---- change ---------------------------------------------------------------------------------
 
@@ -307,8 +315,11 @@ class Contents:
             if given != self._of_tables.get(number):
                 table.rule.complete(given)
 
-    def apply(self, update: Update) -> None:
-        """Change rows and chunks; the same arrays give the same bits wherever they are applied."""
+    def apply(self, update: Update) -> dict[int, Keys]:
+        """Change rows and chunks; the same arrays give the same bits wherever they are applied.
+
+        Returns the keys of rows that a policy dropped after it, by table.
+        """
         for number in sorted(update.rows):
             table = self.tables[number]
             keys, values = update.rows[number]
@@ -321,6 +332,16 @@ class Contents:
         for number in sorted(update.dense):
             gradient, unused = update.dense[number]
             self.dense.update(number, gradient, unused, settings, factor=update.factor)
+        evicted = {}
+        counter = counter_of_update(update.rows, update.model)
+        for number, table in self.tables.items():
+            # Also where this update had no rows for it: what a sweep drops must not depend on how keys lie on servers.
+            if table.policy is not None and counter_of(number) == counter:
+                table.step = update.step + 1
+                gone = table.sweep(update.slots)
+                if len(gone):
+                    evicted[number] = gone
+        return evicted
 
     def _have_settings(self, table: ServerTable, given: dict[str, float]) -> None:
         if given != self._of_tables.get(table.spec.number, {}):
@@ -381,7 +402,7 @@ def _decoded(name: str, frame: Frame, shape: tuple[int, int], dtype: npt.DTypeLi
     codec = codec_of(name)
     assert codec is not None
     expected, found = codec.num_bytes(*shape), memoryview(frame).nbytes
-    if found != expected:  # before anything is allocated for them
+    if found > expected if name == "topk" else found != expected:  # before anything is allocated for them
         raise Refusal(f"{shape[0]} rows of {shape[1]} numbers are {expected} bytes in {name}, got {found}")
     out = np.empty(shape, dtype)
     # A copy: the client can write to the frame at any time.

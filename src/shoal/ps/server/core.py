@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from shoal.errors import ShoalError, TablesFull
+from shoal.ps.key_lists import KeyLists
 from shoal.ps.layout import counter_of_update
 from shoal.ps.server.actions import Action, DropPeer, Frame, Reply, Request, Tell
 from shoal.ps.server.clients import (
@@ -32,6 +33,7 @@ from shoal.ps.server.contents import (
     Keys,
     Refusal,
     Update,
+    as_array,
     chunk_bytes,
     codec_of,
     encode_into,
@@ -79,6 +81,7 @@ class ServerCore:
         self._step_need: dict[int, int] = {}  # acknowledgements after which the last step is safe
         self._pulled_at: dict[int, int] = {}  # peer -> updates there were at its last pull
         self.staleness: Counter[int] = Counter()  # pulls, by how far they were ahead of the slowest worker
+        self._key_lists: dict[int, KeyLists] = {}  # by peer
         self._early: list[Request] = []
         self._holder: int | None = None  # a peer that reads a checkpoint: no push counts meanwhile
         self._lost: StepLost | None = None
@@ -366,6 +369,7 @@ class ServerCore:
         self.staging.forget(peer)
         self.waits.forget(peer)
         self._pulled_at.pop(peer, None)
+        self._key_lists.pop(peer, None)
         self._early = [request for request in self._early if request.peer != peer]
 
     def _is_held(self, request: Request) -> bool:
@@ -391,25 +395,51 @@ class ServerCore:
     def _pull_rows(self, request: Request, message: msg.PullRows) -> list[Action]:
         expect_frames(request, 1, "keys")
         table = self.state.contents.table(message.table)
-        keys = self.state.contents.keys(table, request.frames[0], self.mine)
+        frame = self._key_frame(request, message.keys)
+        keys = self.state.contents.keys(table, frame, self._readable(message))
         codec, dim = codec_of(message.codec), table.spec.dim
         num_bytes = codec.num_bytes(len(keys), dim) if codec else len(keys) * dim * table.dtype.itemsize
         expect_into(request, 0, num_bytes, f"{len(keys)} rows")
         return self._pull(request, keys)
 
+    def _key_frame(self, request: Request, name: int) -> Frame:
+        """The keys of a request: as they came, or as they did under this name before."""
+        frame = request.frames[0]
+        if not name:
+            return frame
+        lists = self._key_lists.setdefault(request.peer, KeyLists())
+        if memoryview(frame).nbytes:
+            lists.keep(name, as_array(frame, np.int64, "keys"))
+            return frame
+        known = lists.find(name)
+        if known is None:
+            raise Refusal(f"no key list {name} was sent on this connection in view {self.view_number}")
+        return known.data.cast("B")
+
     def _pull_dense(self, request: Request, message: msg.PullDense) -> list[Action]:
+        readable = self._readable(message)
         for at, number in enumerate(message.chunks):
             chunk = self.state.contents.chunk(number)
-            if not self.mine[chunk.slot]:
+            if not readable[chunk.slot]:
                 raise Refusal(f"chunk {number} is of slot {chunk.slot}, whose primary is another server")
             expect_into(request, at, pulled_bytes(chunk, message.codec), f"chunk {number}")
         return self._pull(request, None)
+
+    def _readable(self, message: msg.PullRows | msg.PullDense) -> Slots:
+        """Slots that a pull may ask this server for.
+
+        In exact steps nobody has step c + 1 before the asker of step c has ended it, so a replica that has followed
+        to c has the weights of the primary, to the bit. In relaxed ones it is behind by pushes that wait to be shipped.
+        """
+        mode = self.state.mode
+        is_replica = message.is_nearby and mode is not None and mode.kind == "exact"
+        return self.mine | self.replica.held if is_replica else self.mine
 
     def _pull(self, request: Request, keys: Keys | None) -> list[Action]:
         rank = self.clients.rank(request.peer)
         if rank is not None:
             assert isinstance(request.message, msg.PullRows | msg.PullDense)
-            self.state.clocks.at_least(rank, request.message.clock)
+            self.state.clocks.at_least(rank, max(0, request.message.clock - request.message.unpushed))
         if self._is_visible(request):
             return [self._pulled(request, keys)]
         self.waits.pulls.append((request, keys))
@@ -423,6 +453,9 @@ class ServerCore:
         if mode.kind == "ssp":
             rank = self.clients.rank(request.peer)
             return self.state.clocks.have_reached(message.clock - mode.bound, besides=rank)
+        if message.is_nearby:  # it may be primary of nothing
+            is_there = self._low >= message.clock or not self.mine.any()
+            return is_there and self.replica.has_followed(self.state, message.clock)
         if self._low >= message.clock:
             return True
         # Whoever has nothing under way here may have heard of the step elsewhere, and nobody may ever make it here.
@@ -457,6 +490,9 @@ class ServerCore:
             slowest = state.clocks.slowest()
             self.staleness[max(0, message.clock - slowest)] += 1
             return Reply(request.peer, request.ticket, msg.Pulled(state.updates, slowest))
+        if message.is_nearby:
+            versions = state.applied.version[self._readable(message)]
+            return Reply(request.peer, request.ticket, msg.Pulled(int(versions.max()), int(versions.min())))
         return Reply(request.peer, request.ticket, msg.Pulled(self._high, self._low))
 
     # ---- exchanges ------------------------------------------------------------------------------
@@ -512,7 +548,7 @@ class ServerCore:
         expect_frames(request, 2, "keys and values")
         contents = self.state.contents
         table = contents.table(message.table)
-        keys = contents.keys(table, request.frames[0], self.mine)
+        keys = contents.keys(table, self._key_frame(request, message.keys), self.mine)
         # A full disk is told before anything is staged: other workers' pushes of this step may bring as many new rows.
         table.expect(keys, max(1, self.state.num_workers))
         self.staging.rows(
@@ -693,11 +729,22 @@ class ServerCore:
         vector = read_vector(request.frames[0], at_least=0)
         self.state.contents.check_settings(message.model, message.settings, message.table_settings)
         staged = self.staging.take(request.peer, message)
-        if message.rank < state.num_workers:
-            state.clocks.finished(message.rank, message.stream, message.seq)
-            call = message.stream >> 32 & 0x3FFF_FFFF  # streams of low-level clients have a bit above it
+        call = message.stream >> 32 & 0x3FFF_FFFF  # streams of low-level clients have a bit above it
+        if self.clients.rank(request.peer) is None and message.rank < state.num_workers:
+            # Of an aggregator, which has nobody's wishes.
+            state.clocks.finished_by_another(message.rank, *message_parts(message)[0])
+            state.clocks.begin_call(call)
+        elif message.rank < state.num_workers:
+            state.clocks.finished(message.rank, message.stream, message.seq, message.num_batches)
             state.clocks.wish(message.rank, vector, call=call)
-        new = state.applied.missing(message.stream, message.seq) & self.mine
+        for part in message.merged:
+            state.clocks.finished_by_another(part.rank, part.stream, part.seq, part.num_batches)
+        # Applied where nothing of it counts: of a sum no part can be left out. Who pushed is told where that was not so.
+        new, late = self.mine.copy(), no_slots()
+        for stream, seq, num_batches in (own := message_parts(message)):
+            new &= state.applied.missing(stream, seq, num_batches)
+        for stream, seq, _ in own:
+            late |= state.applied.missing(stream, seq) & self.mine & ~new
         note = bytes(request.frames[1])
         actions: list[Action] = []
         notes = {message.rank: (message.anchored_at, note)} if note and self.mine[0] else {}
@@ -714,7 +761,7 @@ class ServerCore:
                 table_settings=message.table_settings,
                 model=message.model,
             )
-            state.updates += 1
+            state.updates += sum(num_batches for _, _, num_batches in own)
             counted = Counted(
                 restrict(update, new, state.contents.chunks),
                 message.stream,
@@ -724,6 +771,7 @@ class ServerCore:
                 vector,
                 notes=notes if new[0] else {},
                 done_below=message.done_below,
+                merged=tuple(message.merged),
             )
             state.count(counted)
             pushes = self.replication.pushes(state.write_pushes)
@@ -735,7 +783,12 @@ class ServerCore:
             actions += self._finish_exchange(None, Result(False, b""), notes)
         clocks, is_new = state.clocks, bool(new[0])
         committed = msg.Committed(
-            message.seq, state.updates, clocks.slowest(), wishes=clocks.wishes, is_new=is_new
+            message.seq,
+            state.updates,
+            clocks.slowest(),
+            late=bool(late.any()),
+            wishes=clocks.wishes,
+            is_new=is_new,
         )
         return actions + self._when_safe(request, committed)
 
@@ -797,6 +850,7 @@ class ServerCore:
         """The view is over: forget what is staged, and tell everybody who waits."""
         waiting = self.waits.end_all()
         self._lost = None
+        self._key_lists.clear()
         self.staging.forget_all()
         self.state.mailbox.forget_open()
         if self.state.steps is not None:
@@ -812,6 +866,14 @@ class ServerCore:
                 return Reply(request.peer, request.ticket, message, frames)
             into[:num_bytes] = memoryview(frame).cast("B") if num_bytes else b""
         return Reply(request.peer, request.ticket, message, frames[len(request.into) :])
+
+
+def message_parts(end: msg.StepEnd) -> list[tuple[int, int, int]]:
+    """(stream, last seq, number of batches) of everything in a push."""
+    return [
+        (end.stream, end.seq, end.num_batches),
+        *((part.stream, part.seq, part.num_batches) for part in end.merged),
+    ]
 
 
 def _refuse(request: Request, problem: str) -> list[Action]:

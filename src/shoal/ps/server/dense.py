@@ -31,9 +31,10 @@ ALIGNMENT = 64
 
 
 class DenseMemory:
-    """All of one server."""
+    """All of one server: shared with clients of its host, or on a device, where nobody else can look."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
         self._memories: list[tuple[int, int, mmap.mmap]] = []  # read-only descriptor, bytes, mapping
         self._used = 0  # of the last one
         self._free: dict[int, list[tuple[int, int]]] = {}
@@ -49,6 +50,8 @@ class DenseMemory:
 
     def alloc(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, tuple[int, int]]:
         """Zeros, and where they are: (memory, offset)."""
+        if self.device is not None:
+            return torch.zeros(numel, dtype=dtype, device=self.device), (0, 0)
         nbytes = _rounded(max(numel, 1) * dtype.itemsize)
         found = self._free.get(nbytes)
         is_used = bool(found)
@@ -61,7 +64,8 @@ class DenseMemory:
         return flat, place
 
     def free(self, place: tuple[int, int], numel: int, dtype: torch.dtype) -> None:
-        self._free.setdefault(_rounded(max(numel, 1) * dtype.itemsize), []).append(place)
+        if self.device is None:
+            self._free.setdefault(_rounded(max(numel, 1) * dtype.itemsize), []).append(place)
 
     def _place(self, nbytes: int) -> tuple[int, int]:
         if not self._memories or self._used + nbytes > self._memories[-1][1]:
@@ -179,7 +183,16 @@ class DenseChunk:
                     [{key: _joined([each[key] for each in given]) for key in given[0]}] if given else []
                 )
             if together:
-                self.optimizer.state[run.tensor] = together[0]
+                self.optimizer.state[run.tensor] = {
+                    key: self._placed(key, value) for key, value in together[0].items()
+                }
+
+    def _placed(self, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Beside the elements; but counts of steps where torch keeps them, with the CPU unless it is told otherwise."""
+        settings = self.optimizer.param_groups[0]
+        if key == "step" and not (settings.get("capturable") or settings.get("fused")):
+            return value
+        return value.to(self.flat.device)
 
     def copy_state(self, state: State) -> bool:
         """Set the state in the tensors that hold it; False, and nothing was set, where it has another form."""
@@ -310,9 +323,10 @@ class DenseStore:
     Nobody else writes into a chunk; `pull` copies. Gradients are only read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """With a device elements and optimizer state are there, and what comes and goes is copied."""
         self._chunks: dict[int, DenseChunk] = {}
-        self.memory = DenseMemory()
+        self.memory = DenseMemory(device)
 
     def declare(self, chunks: Sequence[ChunkSpec], optimizer: str, groups: Sequence[Settings]) -> None:
         """Begin to keep these chunks, as zeros, besides those that are kept already."""
@@ -344,7 +358,7 @@ class DenseStore:
         return flat.numel() * flat.element_size()
 
     def pull(self, chunk: int, out: Elements) -> None:
-        self._as_tensor(chunk, out).copy_(self._chunks[chunk].flat)
+        self._whole(chunk, out).copy_(self._chunks[chunk].flat)
 
     def summed(self, chunk: int, contributions: Sequence[Elements]) -> torch.Tensor:
         """The sum of the ranks' gradients, given in rank order: good until the next one. A single one is not copied."""
@@ -379,7 +393,7 @@ class DenseStore:
         kept = self._chunks[chunk]
         found = kept.state()
         entries = [(part, key, dtype_name(tensor.dtype), list(tensor.shape)) for part, key, tensor in found]
-        return kept.flat, entries, [tensor for _, _, tensor in found]
+        return kept.flat.cpu(), entries, [tensor.cpu() for _, _, tensor in found]
 
     def write(
         self,
@@ -398,7 +412,7 @@ class DenseStore:
                     f"chunk {chunk} has {len(spec.parts)} parts, but state came for part {part}. Nothing was changed."
                 )
             state.setdefault(part, {})[key] = as_flat(given, torch_dtype(dtype)).reshape(shape)
-        flat = self._as_tensor(chunk, elements)
+        flat = self._whole(chunk, elements)
         if kept.copy_state(state):  # of a replica, that has what an earlier update left
             kept.flat.copy_(flat)
             return
@@ -410,6 +424,10 @@ class DenseStore:
         self._chunks[chunk] = renewed
 
     def _as_tensor(self, chunk: int, elements: Elements) -> torch.Tensor:
+        """Where the chunk is: a copy, if that is on a device."""
+        return self._whole(chunk, elements).to(self._chunks[chunk].flat.device)
+
+    def _whole(self, chunk: int, elements: Elements) -> torch.Tensor:
         kept = self._chunks[chunk].flat
         flat = as_flat(elements, kept.dtype)
         if flat.numel() != kept.numel():

@@ -30,9 +30,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from shoal.cluster.launch import threads
 from shoal.cluster.launch.roles import ServerSpec, decode_spec
-from shoal.errors import ArenaFull, CoordinatorLost, LinkLost, TablesFull, WireError
+from shoal.config import placement
+from shoal.errors import ArenaFull, ConfigError, CoordinatorLost, LinkLost, TablesFull, WireError
 from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send, Tell
-from shoal.runtime import failpoints, recorder
+from shoal.runtime import failpoints, page_lock, recorder
 from shoal.runtime.memory import available_bytes
 from shoal.runtime.transport import endpoint, interfaces, tls
 from shoal.runtime.transport.arena import Buffer
@@ -516,7 +517,7 @@ _SPANS = {
 """What a server does for a request. With the last StepEnd of a step comes its update."""
 
 TICK_S = 0.1
-SHIP_SHARE = 0.25  # of a server's time, at most, is spent on telling other holders of pushes
+SHIP_SHARE = 0.25  # of a busy server's time, at most, is spent on telling other holders of pushes
 WORK_EVERY_S = 0.004  # A busy server works on new replicas at least so often
 
 
@@ -573,7 +574,7 @@ class ServerLoop:
                     return
                 self._attend(key, mask)
                 self._listener.flush()
-            self._ship()
+            self._ship(is_idle=not ready)
             now = time.monotonic()
             if not ready or now - worked_at >= WORK_EVERY_S:
                 actions, has_more = self._core.work()
@@ -584,6 +585,10 @@ class ServerLoop:
                 self._tick(now)
                 self._listener.flush()
                 ticked_at = now
+
+    def lock_memory(self, device: str) -> None:
+        """Have a device copy from and to the memory of clients by itself."""
+        self._listener.lock = page_lock.lock if device.startswith("cuda") else None
 
     def close(self) -> None:
         """Close every socket; tell on stderr of those that did not belong there."""
@@ -602,13 +607,13 @@ class ServerLoop:
     def _wait_s(self, ticked_at: float) -> float:
         wait_s = max(0.0, ticked_at + TICK_S - time.monotonic())
         if self._core.has_pushes:
-            wait_s = min(wait_s, max(0.0, self._ship_at - time.monotonic()))
+            return 0.0  # to see that nothing else is to be done, and ship
         return wait_s if self._line.wait_s is None else min(wait_s, self._line.wait_s)
 
-    def _ship(self) -> None:
-        """Ship pushes, unless the last ones took so long that workers would wait: then more go together."""
+    def _ship(self, *, is_idle: bool) -> None:
+        """Ship pushes, unless requests wait and the last ones took long: then more go together."""
         began_at = time.monotonic()
-        if began_at < self._ship_at or not self._core.has_pushes:
+        if not self._core.has_pushes or (began_at < self._ship_at and not is_idle):
             return
         self._carry_out(self._core.ship())
         now = time.monotonic()
@@ -709,9 +714,9 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     if told.env:
         os.environb.clear()
         os.environb.update(told.env)
-    # What it holds is in the host's memory; torch's optimizers would ask for a device at their first step all the same,
-    # which takes the driver a while to answer.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if told.server_device == placement.CPU:
+        # torch's optimizers would ask for a device at their first step all the same, which takes the driver a while to answer.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     threads.use(told.num_threads)
     failpoints.arm(told.faults, process=name, incarnation=told.incarnation)
     faulthandler.enable()
@@ -724,7 +729,13 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     signal.signal(signal.SIGTERM, lambda signum, frame: None)  # the byte in the wake-up socket is the message
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
     tls.use(told.credentials)
-    loop = ServerLoop(make_core(told), told, fds)
+    try:
+        device = placement.of_server(told.server_device, told.number)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return CANNOT_GO_ON
+    loop = ServerLoop(make_core(told, device), told, fds)
+    loop.lock_memory(device)
     if "status" in fds:
         recorder.RECORDER.facts = loop.figures
         recorder.start(name, told.incarnation, run_dir=told.run_dir, send=recorder.over(fds["status"]))
@@ -754,17 +765,24 @@ def _listen_at_others(spec: ServerSpec) -> list[socket.socket]:
     return [tls.listen(address) for address in others if not (is_plain and tls.is_public(address))]
 
 
-def make_core(told: ServerSpec) -> ServerCore:
-    from shoal.config.parallel_options import parse_size
+def make_core(told: ServerSpec, device: str = placement.CPU) -> ServerCore:
+    import torch
+
+    from shoal.config.parallel_options import TABLE_KEEP, parse_size
     from shoal.embedding.tiered_rows import RowBudget
     from shoal.ps.server.core import ServerCore
+    from shoal.ps.server.dense import DenseStore
     from shoal.ps.server.steps import PushFilters
 
     filters = PushFilters(norm_bound=told.push_norm, divides_by_staleness=told.staleness_lr)
     core = ServerCore(number=told.number, incarnation=told.incarnation, filters=filters)
     memory = MemoryGuard(f"server-{told.number}", told.server_memory_bytes)
     core.state.contents.memory_problem = memory.problem
+    if told.server_device != placement.CPU:
+        core.state.contents.dense = DenseStore(torch.device(device))
     if told.table_memory is not None:
         directory = told.table_dir or (told.run_dir if os.path.isdir(told.run_dir) else tempfile.gettempdir())
-        core.state.contents.row_budget = RowBudget(parse_size(told.table_memory), directory)
+        core.state.contents.row_budget = RowBudget(
+            parse_size(told.table_memory), directory, most_uses=TABLE_KEEP[told.table_keep or "balanced"]
+        )
     return core

@@ -52,12 +52,12 @@ class AppliedSeqs:
         for counter in self._steps.keys() | steps.keys():
             self.steps(counter)[slot] = steps.get(counter, 0)
 
-    def missing(self, stream: int, seq: int) -> Slots:
-        """The slots in which this push does not count yet."""
+    def missing(self, stream: int, seq: int, num_batches: int = 1) -> Slots:
+        """The slots in which nothing of this push counts yet: batches seq - num_batches + 1 to seq."""
         if stream < self.done_below:
             return no_slots()
         marks = self._streams.get(stream)
-        return marks < seq if marks is not None else np.full(NUM_SLOTS, seq > 0)
+        return marks <= seq - max(num_batches, 1) if marks is not None else np.full(NUM_SLOTS, seq > 0)
 
     def count(self, stream: int, seq: int, slots: Slots) -> None:
         if stream < self.done_below:
@@ -125,21 +125,30 @@ class Clocks:
         for rank in range(num_workers):
             self._clocks.setdefault(rank, 0)
 
-    def finished(self, rank: int, stream: int, seq: int) -> None:
-        """The rank has ended a batch. A repeat is safe."""
+    def finished(self, rank: int, stream: int, seq: int, num_batches: int = 1) -> None:
+        """The rank has pushed so many batches. A repeat is safe."""
         self.returned(rank)
         counted = self._counted.setdefault(rank, {})
         if seq > counted.get(stream, 0):
             counted[stream] = seq
-            self._clocks[rank] = self._clocks.get(rank, 0) + 1
+            self._clocks[rank] = self._clocks.get(rank, 0) + num_batches
             while len(counted) > MAX_STREAMS:
                 del counted[next(iter(counted))]
 
-    def wish(self, rank: int, vector: Vector, *, call: int = 0) -> None:
-        """Take the control flags of a rank's vector: stop, checkpoint, leave. Those of an earlier call are over."""
+    def finished_by_another(self, rank: int, stream: int, seq: int, num_batches: int) -> None:
+        """The same in another worker's push. Who died or rests meanwhile stays away."""
+        if rank in self._clocks and rank not in self._absent:
+            self.finished(rank, stream, seq, num_batches)
+
+    def begin_call(self, call: int) -> None:
+        """A push of this call came: wishes of earlier ones are over."""
         if call > self._call:
             self._call, self._sticky = call, 0
             self._wishes.clear()
+
+    def wish(self, rank: int, vector: Vector, *, call: int = 0) -> None:
+        """Take the control flags of a rank's vector: stop, checkpoint, leave. Those of an earlier call are over."""
+        self.begin_call(call)
         bits = sum(
             bit for bit, value in zip((STOP, CHECKPOINT, LEAVE), vector[1:4], strict=False) if value > 0
         )

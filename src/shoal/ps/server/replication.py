@@ -27,6 +27,7 @@ from shoal.ps.layout import slot_of
 from shoal.ps.server.actions import Action, Frame, Send, Tell
 from shoal.ps.server.contents import Keys, Refusal
 from shoal.ps.server.progress import Slots, no_slots, some_slots
+from shoal.runtime import row_kernels
 from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.messages.message import Count
 from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled
@@ -108,6 +109,7 @@ class RowsRecord(_Record, frozen=True, tag="rows"):
 
     table: Count
     step: Count
+    num_evicted: Count = 0
 
 
 class ChunkRecord(_Record, frozen=True, tag="chunk"):
@@ -122,7 +124,7 @@ class MarksRecord(_Record, frozen=True, tag="marks"):
 
 
 class FollowingRecord(_Record, frozen=True, tag="following"):
-    """The receiver has these slots and follows their updates, in this view too."""
+    """The receiver has all that this primary has of these slots, and follows their updates, in this view too."""
 
     slots: bytes
 
@@ -160,6 +162,7 @@ class SlotRecord(_Record, frozen=True, tag="slot"):
     board: MailboxState | None
     clocks: list[tuple[int, int, dict[int, int]]]
     updates: Count
+    evicted: dict[int, Count]  # rows that policies dropped, by table
 
 
 Record: TypeAlias = (
@@ -219,7 +222,7 @@ class Pushes:
         """Every key of a table once, in increasing order, and their slots."""
         if table not in self._merged:
             given = self.keys[table]
-            keys = given[0] if len(given) == 1 else np.unique(np.concatenate(given))
+            keys = given[0] if len(given) == 1 else row_kernels.unique(np.concatenate(given))[0]
             self._merged[table] = keys, slot_of(table, keys)
         return self._merged[table]
 
@@ -390,8 +393,8 @@ class Replication:
                     sends += self._ship_to(link, each.change)
             if pushes is not None:
                 sends += self._ship_to(link, pushes)
-            if filled:
-                following = Change(some_slots(filled), lambda some: (FollowingRecord(to_bits(some)), []))
+            if link.followed.any():
+                following = Change(link.followed.copy(), lambda some: (FollowingRecord(to_bits(some)), []))
                 sends += self._ship_to(link, following)
         self._pushes, self._pushes_sent = None, {}
         return sends
@@ -438,6 +441,10 @@ class Replica:
         self._filled: Slots = no_slots()
         self._has_told = False
         self.primary_of: list[int] = [-1] * NUM_SLOTS
+        self.held: Slots = no_slots()  # slots of which it is a replica
+        self._followed: Slots = (
+            no_slots()
+        )  # of which it has what its primary had when it said so, and all since
 
     def view(self, view: ServerView, state: ServerState) -> None:
         self._view = view.view
@@ -450,6 +457,8 @@ class Replica:
                 self._joining[slot] = True
         # What it is to be given it may have already; whether that is still right only the primary knows.
         self._filled, self._has_told = no_slots(), False
+        self.held = holds & (np.array(self.primary_of) != self._number)
+        self._followed = no_slots()
         kept = holds | self._joining
         state.drop(state.contents.held & ~kept)
         state.contents.hold(kept)
@@ -461,7 +470,8 @@ class Replica:
         if self._is_next(source, number):
             match found := decode(record):
                 case FollowingRecord(slots):
-                    self._filled |= from_bits(slots) & self._joining
+                    self._followed |= from_bits(slots) & (np.array(self.primary_of) == source)
+                    self._filled |= self._followed & self._joining
                 case _:
                     state.follow(found, frames, np.array(self.primary_of) == source)
             self._last[source] = number
@@ -478,9 +488,14 @@ class Replica:
                     f"slot {slot} is copied by its primary {self.primary_of[slot]}, not by {source}"
                 )
             state.take_slot(slot, found, frames)
+            self._followed[slot] = True
             self._filled[slot] |= self._joining[slot]
             self._last[source] = number
         return self._last.get(source, first_number(self._view) - 1)
+
+    def has_followed(self, state: ServerState, clock: int) -> bool:
+        """True where it has step `clock` in every slot that it is a replica of."""
+        return bool((self._followed & (state.applied.version >= clock))[self.held].all())
 
     def tell_filled(self) -> list[Action]:
         """Tell the coordinator, once per view, when all joining slots are here."""

@@ -61,6 +61,13 @@ class Counted:
     exchange: int = 0
     notes: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     done_below: int = 0
+    merged: tuple[msg.MergedPart, ...] = ()  # pushes of other workers that are in it
+    evicted: dict[int, Keys] = field(default_factory=dict)  # once it is applied: rows that went, by table
+
+    @property
+    def names(self) -> list[tuple[int, int]]:
+        """(stream, seq) of a push and of those merged into it."""
+        return [(self.stream, self.seq), *((part.stream, part.seq) for part in self.merged)]
 
 
 _SHIPPED = ("seq", "applies", "norm", "ranks", "seqs", "exchange")
@@ -121,7 +128,7 @@ class ServerState:
         """From now on it counts; everything about it changes in this one turn."""
         update = counted.update
         if counted.applies:
-            self.contents.apply(update)
+            counted.evicted = self.contents.apply(update)
             self.applied.steps(counter_of_update(update.rows, update.model))[update.slots] += 1
         if counted.is_step:
             self.applied.version[update.slots] = counted.seq
@@ -134,7 +141,8 @@ class ServerState:
                     counted.seq, counted.vector.tolist(), list(counted.ranks), counted.applies, counted.norm
                 )
         else:
-            self.applied.count(counted.stream, counted.seq, update.slots)
+            for stream, seq in counted.names:
+                self.applied.count(stream, seq, update.slots)
             self.applied.forget_below(counted.done_below)
         if update.slots[0]:
             outcome = np.append(counted.vector, [float(counted.applies), counted.norm]).tobytes()
@@ -192,15 +200,18 @@ class ServerState:
 
     def note_push(self, counted: Counted, rank: int, pushes: Pushes) -> None:
         """One more push to be shipped with others."""
-        update, name = counted.update, (counted.stream, to_bits(counted.update.slots))
+        update, bits = counted.update, to_bits(counted.update.slots)
         pushes.slots |= update.slots
-        pushes.seqs[name] = max(counted.seq, pushes.seqs.get(name, 0))
+        for stream, seq in counted.names:
+            pushes.seqs[stream, bits] = max(seq, pushes.seqs.get((stream, bits), 0))
         pushes.notes |= counted.notes
-        pushes.ranks.add(rank)
+        pushes.ranks |= {rank, *(part.rank for part in counted.merged)}
         if counted.applies:
             pushes.counters.add(counter_of_update(update.rows, update.model))
             pushes.chunks |= update.dense.keys()
             for table, (keys, _) in update.rows.items():
+                pushes.keys.setdefault(table, []).append(keys)
+            for table, keys in counted.evicted.items():
                 pushes.keys.setdefault(table, []).append(keys)
 
     def write_pushes(self, pushes: Pushes, slots: Slots) -> Written:
@@ -261,8 +272,8 @@ class ServerState:
                     self.count(replace(counted, update=restrict(counted.update, new, self.contents.chunks)))
             case PushesRecord():
                 self._follow_pushes(record, list(frames), slots)
-            case RowsRecord(number, step):
-                self.set_rows(number, step, frames)
+            case RowsRecord(number, step, num_evicted):
+                self.set_rows(number, step, frames, num_evicted)
             case ChunkRecord(number, state):
                 self.set_chunk(number, state, frames)
             case MarksRecord():
@@ -318,8 +329,10 @@ class ServerState:
 
     # ---- state as a whole -----------------------------------------------------------------------
 
-    def set_rows(self, number: int, step: int, frames: Sequence[Frame]) -> None:
+    def set_rows(self, number: int, step: int, frames: Sequence[Frame], num_evicted: int = 0) -> None:
         """Set rows; their slots count their updates from `step`."""
+        if num_evicted:
+            self.contents.table(number).evicted[0] = num_evicted
         keys = self._set(self.contents.table(number), frames[0], frames[1], frames[2], step)
         slots = np.unique(slot_of(number, keys))
         steps = self.applied.steps(counter_of(number))
@@ -368,6 +381,7 @@ class ServerState:
             board=board,
             clocks=self.clocks.state(),
             updates=self.updates,
+            evicted={number: int(contents.tables[number].evicted[slot]) for number in tables},
         )
         return record, frames
 
@@ -379,6 +393,7 @@ class ServerState:
             table = contents.table(number)
             keys, values, state = (given.pop(0) for _ in range(3))
             self._set(table, keys, values, state, record.steps.get(counter_of(number), 0))
+            table.evicted[slot] = record.evicted.get(number, 0)
         self._set_chunks(record.chunks, given)
         if record.board is not None:
             self.mailbox.restore(record.board, given)
@@ -413,10 +428,10 @@ def answer_whole(
             _require(slot < NUM_SLOTS and bool(mine[slot]), f"slot {slot} has another primary")
             step = int(state.applied.steps(counter_of(number))[slot])
             read = table.read(slot, tracker=tracker, since=since)
-            answer = msg.RowsRead(table.state_dim, step)
+            answer = msg.RowsRead(table.state_dim, step, num_evicted=int(table.evicted[slot]))
             if is_tracked:
-                now = table.track()
-                answer = msg.RowsRead(table.state_dim, step, table.num_rows_of(slot), table.tracker, now)
+                now, num_rows = table.track(), table.num_rows_of(slot)
+                answer = msgspec.structs.replace(answer, num_rows=num_rows, tracker=table.tracker, clock=now)
             return answer, [raw_bytes(each) for each in read], None
         case msg.WriteRows() as message:
             return msg.Declared(False), [], _write_rows(state, mine, message, request)
@@ -459,16 +474,17 @@ def _write_rows(state: ServerState, mine: Slots, message: msg.WriteRows, request
         len(given) in (0, len(keys) * table.state_dim),
         f"{len(keys)} rows of table {message.table} have {table.state_dim} numbers of state each, got {len(given)} numbers",
     )
-    state.set_rows(message.table, message.step, frames)
+    state.set_rows(message.table, message.step, frames, message.num_evicted)
     held_keys = arrays[0].view(np.int64)
     slots = slot_of(message.table, held_keys)
 
     def write(some: Slots) -> Written:
         inside = some[slots]
         cut = [array.reshape(len(held_keys), -1)[inside] if len(array) else array for array in arrays]
-        return RowsRecord(message.table, message.step), [raw_bytes(array) for array in cut]
+        num_evicted = message.num_evicted if some[0] else 0
+        return RowsRecord(message.table, message.step, num_evicted), [raw_bytes(array) for array in cut]
 
-    return Change(some_slots(np.unique(slots).tolist()), write)
+    return Change(some_slots([*np.unique(slots).tolist(), *([0] if message.num_evicted else [])]), write)
 
 
 def _notes(notes: Notes, frames: Sequence[Frame]) -> dict[int, tuple[int, bytes]]:
