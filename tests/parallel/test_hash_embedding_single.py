@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.config.row_policy import RowPolicy
 from shoal.data.slice import Slice
 from shoal.embedding import HashEmbedding
+from shoal.embedding.kernels import slot_of
 from shoal.errors import ConfigError
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import PieceReader, TrainJob
 from shoal.parallel.single import Single
 from shoal.parallel.state import HashedRows, optimizer_settings
+from shoal.ps.layout import TABLES_PER_MODEL
 
 FAR = 10**17
 NUM_IDS = 12
@@ -137,3 +141,24 @@ def test_a_model_without_such_rows_has_nothing_to_apply() -> None:
     rows = HashedRows(model, torch.optim.Adam(model.parameters()))
     rows.apply(1.0)
     assert rows.sum_of_squares() == 0.0
+
+
+def test_tables_with_a_limit_have_the_numbers_that_they_have_on_servers() -> None:
+    limit = RowPolicy(max_rows=256, sweep_every=1)
+    tables = [HashEmbedding(3, seed=seed, policy=limit) for seed in range(2)]
+    ids = torch.arange(600)
+    tables[1].load_state_dict(
+        {"keys": ids, "rows": torch.ones(600, 3)}
+    )  # its rows are there before it is trained
+    model = nn.ModuleList([nn.Linear(1, 1), *tables])
+    rows = HashedRows(model, torch.optim.SGD(model.parameters(), lr=0.1), number=2)
+    tables[1](ids).sum().backward()
+    rows.apply(1.0)
+    found = [module.source.table for module in tables]  # type: ignore[union-attr]
+    assert [table.spec.number for table in found] == [2 * TABLES_PER_MODEL, 2 * TABLES_PER_MODEL + 1]
+    left = found[1].read_all()[0]
+    assert np.bincount(slot_of(found[1].spec.number, left)).max() == 1
+    assert (len(left), found[1].num_evicted) == (
+        len(np.unique(slot_of(found[1].spec.number, ids.numpy()))),
+        600 - len(left),
+    )

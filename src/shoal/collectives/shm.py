@@ -14,7 +14,6 @@ after its view is over writes into memory that nobody reads (fencing).
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import mmap
 import os
@@ -75,7 +74,6 @@ _SPIN_S = 0.1e-3  # looking out for the others before the first nap; longer keep
 _LOOKS = 1000  # of those at once, where every rank has a core of its own: about 10 us
 _LOOK_AROUND_S = 0.25  # between looks at the connections
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 10e-6, 200e-6
-_MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
 
 
 class _ShmWork:
@@ -289,9 +287,4 @@ class Shm(OverNative):
         finally:
             if fd >= 0:
                 os.close(fd)
-        # Pages are made now, not under the first steps; each rank makes those that it writes to.
-        begin = self.num_workers * 3 * layout.LINE + self.rank * NUM_CHUNKS * CHUNK_BYTES
-        first_page = begin - begin % mmap.PAGESIZE
-        with contextlib.suppress(OSError):
-            mapped.madvise(_MADV_POPULATE_WRITE, first_page, begin + NUM_CHUNKS * CHUNK_BYTES - first_page)
         return mapped

@@ -69,7 +69,7 @@ class RowExchange:
         self._work = group.start_all_reduce(self._counts)
 
     def finish(self) -> list[Rows]:
-        """Everybody's rows, summed, table by table."""
+        """Rows of all ranks, summed, table by table."""
         group = self._group
         group.finish(self._work, "the exchange of the sizes of sparse gradients")
         places, num_bytes = [], 0

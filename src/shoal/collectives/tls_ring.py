@@ -46,7 +46,7 @@ _num_rings = 0
 
 
 class _Seat(NamedTuple):
-    """Where a rank listens, and which incarnation of it."""
+    """Address and incarnation of a rank."""
 
     address: str
     incarnation: int

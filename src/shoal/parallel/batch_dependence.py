@@ -21,6 +21,9 @@ from shoal.errors import ConfigError
 MIXES = "mixes the batch"
 DRAWS = "draws random numbers"
 
+THE_MODEL = "the model"
+"""How a layer that is the model itself is named."""
+
 
 @dataclass(frozen=True, slots=True)
 class MixingLayer:
@@ -31,6 +34,20 @@ class MixingLayer:
     why: str
 
 
+_noted: list[MixingLayer] = []
+
+
+def note_mixing(layer: str, kind: str) -> None:
+    """Under `shoal verify`: a layer that mixes the batch was found by trial, and is not known for it."""
+    found = MixingLayer(layer or THE_MODEL, kind, MIXES)
+    if found not in _noted:
+        _noted.append(found)
+
+
+def noted_mixing() -> list[MixingLayer]:
+    return _noted
+
+
 def mixing_layers(model: nn.Module) -> list[MixingLayer]:
     """The layers that say so by their type: BatchNorm, dropout in any form, recurrent and attention dropout."""
     found = []
@@ -38,9 +55,9 @@ def mixing_layers(model: nn.Module) -> list[MixingLayer]:
         if isinstance(module, SyncedBatchNorm):
             continue  # sees the whole batch
         if isinstance(module, _BatchNorm) and module.training:
-            found.append(MixingLayer(name or "the model", type(module).__name__, MIXES))
+            found.append(MixingLayer(name or THE_MODEL, type(module).__name__, MIXES))
         elif _draws(module):
-            found.append(MixingLayer(name or "the model", type(module).__name__, DRAWS))
+            found.append(MixingLayer(name or THE_MODEL, type(module).__name__, DRAWS))
     return found
 
 
@@ -158,7 +175,7 @@ def watch_randomness(model: nn.Module) -> Callable[[], list[MixingLayer]]:
     def stop() -> list[MixingLayer]:
         for handle in handles:
             handle.remove()
-        return [MixingLayer(name or "the model", kind, DRAWS) for name, kind in drew.items()]
+        return [MixingLayer(name or THE_MODEL, kind, DRAWS) for name, kind in drew.items()]
 
     return stop
 

@@ -25,12 +25,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from shoal.collectives.sync_batchnorm import RanksOfBatch
+from shoal.config import job as jobs
 from shoal.data.slice import LABELS, Slice, split_target, weight_of
-from shoal.data.tree import Tree, concatenate, map_tensors
+from shoal.data.tree import Tree, concatenate, map_tensors, tensors
 from shoal.embedding.hash_embedding import HashEmbedding
-from shoal.errors import ConfigError, LossDoesNotRecombine, TrainingError
+from shoal.errors import ConfigError, ForwardMixesSamples, LossDoesNotRecombine, TrainingError
 from shoal.parallel import gathering, own_gradients
+from shoal.parallel.batch_dependence import THE_MODEL, mixing_layers, note_mixing
 from shoal.parallel.protocol import LossSum, TrainJob
+from shoal.parallel.sample_mixing import can_be_tried, refuse_mixed_samples, unchanged
 from shoal.runtime.seeds import mix
 
 
@@ -233,11 +236,13 @@ class Compute:
         job: TrainJob,
         *,
         check_loss: bool,
+        check_mixing: str | None = None,
         borrowed_run_back: bool = False,
         ranks: RanksOfBatch | None = None,
     ) -> None:
         """`borrowed_run_back` where backward is collective: then a borrowed sample runs it too, for nothing.
 
+        `check_mixing`: the strategy that cuts batches, so that a forward must not mix samples; None where none does.
         `ranks` where BatchNorm is synchronised over them.
         """
         self._job, self._ranks = job, ranks
@@ -248,6 +253,11 @@ class Compute:
         self._step_call = StepCall(job) if job.training_step is not None else None
         self._tells_graphs = job.compile
         self._checks_loss = check_loss
+        # Not where forward is collective: a rank that stops in the middle of a trial would leave the others in theirs.
+        is_tried = can_be_tried(job.model) and not self._forward_is_collective
+        self._check_mixing = check_mixing if is_tried else None
+        if job.is_own_loop and self._check_mixing is not None:
+            job.model.register_forward_hook(OwnLoopTrial(job, self._check_mixing), with_kwargs=True)
         # Of this process, by the turn: each optimizer has a loss of its own.
         self._num_steps: Counter[str | None] = Counter()
         self._next_check: dict[str | None, int] = {}
@@ -339,7 +349,7 @@ class Compute:
                 if before_backward is not None:
                     before_backward(contributed)
             if not piece.borrowed:  # a borrowed sample ran to keep in step; its gradient is nobody's
-                (total / batch.num_global).backward()  # type: ignore[no-untyped-call]
+                (job.scaled(total) / batch.num_global).backward()  # type: ignore[no-untyped-call]
             elif self._borrowed_run_back or self.gathers:
                 (total * 0.0).backward()  # type: ignore[no-untyped-call]
         is_due = self._num_steps[self._turn].bit_count() == 1 or job.checks_every_loss
@@ -366,6 +376,8 @@ class Compute:
         """
         job = self._job
         if not job.loss.is_in_forward:
+            if self._check_mixing is not None:
+                self._refuse_mixing(piece, self._check_mixing)
             return
         halves = [piece, piece]
         with contextlib.suppress(
@@ -379,6 +391,10 @@ class Compute:
         ]
         call = self._step_call or self._call
         check_loss_in_forward(job, call, parts, piece.num_global, compares=halves[0] is not piece)
+
+    def _refuse_mixing(self, piece: Slice, strategy: str) -> None:
+        inputs = self._split(self._placed(piece.batch))[0]
+        _refuse_mixing(self._job, self._call, inputs, piece.num_local, strategy)
 
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients."""
@@ -443,16 +459,8 @@ def check_loss_in_forward(
     compares: bool = True,
 ) -> None:
     """Refuse a loss that forward computes by comparing samples. `parts`: inputs and sizes of a slice and of its halves."""
-    device = job.device
     like = [*job.model.parameters(), torch.empty(0, dtype=job.autocast or torch.float64)]
-    with (
-        torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
-        evaluating(job.model.modules()),
-        torch.no_grad(),
-        autocast(job),
-    ):
-        before, of_host = _generators(device), (random.getstate(), np.random.get_state())
-        buffers = [(buffer, buffer.clone()) for buffer in job.model.buffers()]
+    with _on_trial(job) as is_still, autocast(job):
         try:
             job.loss.check_forward(call, parts, num_global, like)
         except RuntimeError as error:  # a step that differentiates, which it cannot do here
@@ -460,19 +468,108 @@ def check_loss_in_forward(
                 raise
         except LossDoesNotRecombine as error:
             # Else halves drew other numbers than the whole, or there were none.
-            is_still = random.getstate() == of_host[0] and all(
-                map(np.array_equal, np.random.get_state(), of_host[1])
-            )
-            if compares and is_still and all(map(torch.equal, before, _generators(device))):
+            if compares and is_still():
                 if not error.is_drift:
                     raise
                 _note_drift()
+
+
+def _refuse_mixing(
+    job: TrainJob, call: Callable[[Tree], Any], inputs: Tree, num_local: int, strategy: str
+) -> None:
+    if any(tensor.dim() == 0 or len(tensor) != max(num_local, 1) for tensor in tensors(inputs)):
+        return  # a batch of the user's own collate function, not cut by rows
+
+    def try_out(at_rest: Iterable[nn.Module]) -> None:
+        with _on_trial(job, at_rest) as is_still, torch.compiler.set_stance("force_eager"):
+            refuse = refuse_mixed_samples(job.model, call, inputs, num_local, strategy)
+            if is_still():
+                refuse()
+
+    if jobs.current().verify is None:
+        try_out(job.model.modules())
+        return
+    # Compared with one process anyway, so it is only named. What mixes in training mode alone does as BatchNorm does.
+    known = {layer.layer for layer in mixing_layers(job.model)}
+    for at_rest in (
+        list(job.model.modules()),
+        [module for name, module in job.model.named_modules() if (name or THE_MODEL) in known],
+    ):
+        try:
+            try_out(at_rest)
+        except ForwardMixesSamples as found:
+            note_mixing(found.layer, found.kind)
+            return
+
+
+class OwnLoopTrial:
+    """Forward hook: tries a model in a loop of the script's own for mixed samples, at its forwards 1, 2, 4, 8 and so on."""
+
+    def __init__(self, job: TrainJob, strategy: str) -> None:
+        self._job, self._strategy = job, strategy
+        self._num_forwards = 0
+        self._is_trying = False
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return
+        scope = gathering.current()
+        if self._is_trying or scope is None or scope.is_used:
+            return
+        self._num_forwards += 1
+        if self._num_forwards.bit_count() != 1:
+            return
+        # A loop may have put samples in the second dimension: where both have that size, rows may be places of a sequence.
+        if any(tensor.shape[1:2] == (scope.num_local,) for tensor in tensors((args, kwargs))):
+            return
+        self._is_trying = True
+        gathering.enter(None)
+        try:
+            inputs = args, kwargs
+            _refuse_mixing(
+                self._job, lambda given: model(*given[0], **given[1]), inputs, scope.num_local, self._strategy
+            )
+        finally:
+            self._is_trying = False
+            gathering.enter(scope)
+
+    def __reduce__(self) -> Any:
+        return _no_trial, ()  # of a copy of the model, or one that the script saves whole
+
+
+def _no_trial() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def _on_trial(job: TrainJob, at_rest: Iterable[nn.Module] | None = None) -> Iterator[Callable[[], bool]]:
+    """Forwards with the whole model or some of it in evaluation mode, that leave no trace; yields a function that tells whether none drew random numbers."""
+    device = job.device
+    with (
+        torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+        evaluating(job.model.modules() if at_rest is None else at_rest),
+        torch.no_grad(),
+        unchanged(job.model),
+    ):
+        before, of_host = _generators(device), (random.getstate(), np.random.get_state())
+
+        def is_still() -> bool:
+            is_same = all(map(np.array_equal, np.random.get_state(), of_host[1]))
+            return (
+                is_same
+                and random.getstate() == of_host[0]
+                and all(map(torch.equal, before, _generators(device)))
+            )
+
+        try:
+            yield is_still
         finally:
             random.setstate(of_host[0])
             np.random.set_state(of_host[1])
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):  # backward may need it: written to only where forward has
-                    buffer.copy_(value)
 
 
 @functools.cache  # once

@@ -52,6 +52,8 @@ class Ddp:
 
     def __init__(self, job: Job) -> None:
         self._rank, self._num_workers, self._data_rank = job.rank, job.num_workers, job.data_rank
+        # Local SGD promises no batch over all workers.
+        self._cut_by = job.strategy if job.num_data_ranks > 1 and job.sync_every is None else None
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
         self.replay_log: ReplayLog | None = elastic_group()
@@ -94,7 +96,13 @@ class Ddp:
 
     def _build(self, job: TrainJob, *, borrowed_run_back: bool = False) -> None:
         """What runs the model, as it now is."""
-        self._compute = Compute(job, check_loss=True, borrowed_run_back=borrowed_run_back, ranks=self._ranks)
+        self._compute = Compute(
+            job,
+            check_loss=True,
+            check_mixing=self._cut_by,
+            borrowed_run_back=borrowed_run_back,
+            ranks=self._ranks,
+        )
         self._parameters = list(job.model.parameters())
         if job.is_own_loop:
             self._watch_own_loop(job.model)

@@ -45,6 +45,10 @@ def enter(scope: GatherScope | None) -> None:
     _scope = scope
 
 
+def current() -> GatherScope | None:
+    return _scope
+
+
 @contextlib.contextmanager
 def over(part: Slice, *, num_micro: int = 1) -> Iterator[GatherScope]:
     """Within it, forward and loss of this slice are run."""

@@ -304,6 +304,8 @@ class MeanOverSamples(LossRule):
         if isinstance(value, tuple):
             total, count = value
             return total, float(count)
+        if value.dtype is torch.float16:  # in which a sum overflows
+            value = value.float()
         if not counted:  # a mean over nothing is no number, and must not become one of the batch's
             return sum((tensor.sum() for tensor in tensors(output)), start=value.new_zeros(())) * 0.0, 0.0
         return value * counted, counted

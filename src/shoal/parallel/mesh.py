@@ -61,7 +61,7 @@ from shoal.parallel.step import StepExchange
 from shoal.parallel.tensor_parallel import cut as tensor_cut
 from shoal.parallel.tensor_parallel import plan as tensor_plan
 from shoal.parallel.tensor_parallel.attention import disable_encoder_fast_path
-from shoal.parallel.tensor_parallel.blocks import Trial
+from shoal.parallel.tensor_parallel.blocks import BlockTrial
 from shoal.parallel.tensor_parallel.packing import Packing
 from shoal.parallel.tensor_parallel.plan import TensorPlan
 from shoal.recovery import device_group
@@ -320,7 +320,7 @@ class MeshParallel(Ddp):
 
     def _find_tensor_plan(self, model: nn.Module, mesh: DeviceMesh) -> TensorPlan:
         """Which layers tp cuts. Blocks known by names are tried first, where there is data to try them on."""
-        job, trial = self._job, Trial()
+        job, trial = self._job, BlockTrial()
         if job.first_inputs is not None and not self._sequence:
             inputs = place(job.first_inputs(), job.device, job.cast_inputs)
             at_rest = [module for module in model.modules() if not module.training]

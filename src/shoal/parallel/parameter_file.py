@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 LEAST_BYTES = 1 << 20
 """Smaller parameters stay in memory: they are not worth a page table entry each."""
@@ -47,7 +49,7 @@ class ParameterFile:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[_FileChunk] = []
         self._waiting: list[nn.Parameter] = []
         self._refused: OSError | None = None
         self._bytes_in_memory = 0
@@ -65,7 +67,11 @@ class ParameterFile:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ParameterFile]:
-        """Within it, this process holds few pages of the file. A tensor that is still in it afterwards stays valid."""
+        """Within it, this process holds few pages of the file. A tensor that is still in it afterwards stays valid.
+
+        Operators of this thread let go of what they touched (`_Touches`). The thread is for what is no operator: numpy,
+        a file that is read into a parameter.
+        """
         others = (
             _resident_file_bytes()
         )  # before the thread, which may come to run only when much of the model is built
@@ -74,7 +80,8 @@ class ParameterFile:
         )
         thread.start()
         try:
-            yield self
+            with _Touches(self):
+                yield self
         finally:
             self._ended.set()
             thread.join()
@@ -145,7 +152,9 @@ class ParameterFile:
         for chunk in self._chunks[-1:]:
             if chunk.room >= num_bytes:
                 return chunk.reserve(num_bytes, self._page_bytes)
-        self._chunks.append(_Chunk(self._directory, max(CHUNK_BYTES, _rounded(num_bytes, self._page_bytes))))
+        self._chunks.append(
+            _FileChunk(self._directory, max(CHUNK_BYTES, _rounded(num_bytes, self._page_bytes)))
+        )
         return self._chunks[-1].reserve(num_bytes, self._page_bytes)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -154,14 +163,43 @@ class ParameterFile:
         address = tensor.data_ptr()
         return any(chunk.begin <= address < chunk.begin + chunk.num_bytes for chunk in self._chunks)
 
+    def let_go(self) -> None:
+        for chunk in list(self._chunks):
+            chunk.let_go()
+
     def _let_go(self, others: int) -> None:
         """Drop this process's pages of the file whenever they are more than RESIDENT_BYTES beside those of other files."""
         while not self._ended.wait(_CHECK_EVERY_S):
             if _resident_file_bytes() - others > RESIDENT_BYTES:
-                for chunk in list(self._chunks):
-                    chunk.let_go()
+                self.let_go()
                 # Libraries grow, too. Not all at once: what was touched again before this line ran is none of theirs.
                 others = min(_resident_file_bytes(), others + RESIDENT_BYTES // 2)
+
+
+class _Touches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets go of the file's pages as soon as operators have touched RESIDENT_BYTES of it.
+
+    In the thread that touches them: a thread beside it may not come to run before the whole model was touched.
+    """
+
+    def __init__(self, file: ParameterFile) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._file = file
+        self._num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for each in tree_leaves((args, kwargs)):
+                local = each._local_tensor if isinstance(each, DTensor) else each
+                if type(local) in (Tensor, nn.Parameter) and self._file.holds(local):
+                    self._num_bytes += local.nbytes
+            if self._num_bytes > RESIDENT_BYTES // 2:
+                self._file.let_go()
+                self._num_bytes = 0
+        return result
 
 
 def _resident_file_bytes() -> int:
@@ -169,7 +207,7 @@ def _resident_file_bytes() -> int:
         return int(statm.read(256).split()[2]) * mmap.PAGESIZE
 
 
-class _Chunk:
+class _FileChunk:
     """One unlinked file, and all of it mapped."""
 
     def __init__(self, directory: Path, num_bytes: int) -> None:

@@ -18,6 +18,8 @@ from torch import nn
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.parallel.loss import LossRule
+from shoal.parallel.loss_scale import LossScale
+from shoal.ps.client.bulk_transfer import RowStamps
 from shoal.recovery.state_transfer import register_result_type
 
 if TYPE_CHECKING:
@@ -77,6 +79,9 @@ class TrainJob:
     autocast: torch.dtype | None = None
     """Run forward in this precision."""
 
+    loss_scale: LossScale | None = None
+    """Of fp16: backward begins with the loss times its value, and the commit divides by it."""
+
     cast_inputs: torch.dtype | None = None
     """Floating inputs and targets are cast to this; set by `shoal verify`."""
 
@@ -111,7 +116,23 @@ class TrainJob:
     @property
     def measures_norm(self) -> bool:
         """Whether a step needs the norm of its gradient: to clip it, or to leave out what is not finite."""
-        return self.clip_norm is not None or self.on_nonfinite == "skip"
+        return self.clip_norm is not None or self.may_skip
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step that is not finite is left out, and training goes on."""
+        return self.on_nonfinite == "skip" or self.loss_scale is not None
+
+    @property
+    def scale(self) -> float:
+        """Factor of the loss that backward begins with."""
+        return self.loss_scale.value if self.loss_scale is not None else 1.0
+
+    def scaled(self, total: torch.Tensor) -> torch.Tensor:
+        """The loss that backward begins with."""
+        if self.loss_scale is None:
+            return total
+        return (total.float() if total.dtype is torch.float16 else total) * self.scale  # it may be past fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +207,18 @@ class Piece:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     """Where this part begins in the whole tensor; all zeros when it is whole."""
+
+    changed_keys: str = ""
+    """Of a table of which only rows that changed are given: the piece with their keys."""
+
+
+@runtime_checkable
+class TracksRows(Protocol):
+    """A strategy with tables whose servers know which rows changed."""
+
+    def state_with_changes(self, changes: RowStamps) -> Iterator[Piece]:
+        """`state()`, with changed rows alone where `changes` says since when."""
+        ...
 
 
 class PartReader(Mapping[str, torch.Tensor]):

@@ -58,10 +58,10 @@ class Single:
         self._parameters = list(job.model.parameters())
         if job.build_optimizer is not None and self.optimizer is None:
             self.optimizer = job.build_optimizer(job.model)
-            self._rows = HashedRows(job.model, self.optimizer)
+            self._rows = HashedRows(job.model, self.optimizer, number=job.number)
 
     def forward_backward(self, batch: Slice) -> LossSum:
-        if self._statistics and self._job.on_nonfinite == "skip":
+        if self._statistics and self._job.may_skip:
             self._kept = self._statistics.keep()
         if self._num_slices == 1:
             self._contributed = self._compute.forward_backward(batch, rank=0, step=self.step)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,19 +25,25 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from shoal.collectives.compression import Compressor
 from shoal.collectives.reducer import gather_json
+from shoal.config.row_policy import refuse_seconds
 from shoal.embedding import HashEmbedding
 from shoal.embedding.hash_embedding import rows_left_out
 from shoal.embedding.lookup import LocalRows
+from shoal.embedding.row_statistics import as_admitted, columns_of
 from shoal.embedding.rules import RULES, rule_of_optimizer
 from shoal.errors import ConfigError, ModelsDiffer, OptimizerMismatch
 from shoal.parallel.protocol import PartReader, Piece, PieceReader
+from shoal.ps.layout import TABLES_PER_MODEL
 from shoal.runtime.serialization import from_plain, to_plain, unlike
+from shoal.runtime.transport.messages.client_server import TableSpec
 
 if TYPE_CHECKING:
     from shoal.config.strategy import Axes
     from shoal.parallel.tensor_parallel.packing import Packing
 
 MODEL, OPTIMIZER, _RESIDUAL = "model/", "optimizer/", "residual/"
+GONE = "gone/"
+"""Prefix of the piece with the keys of rows that are no longer there, before the name of the piece of keys."""
 
 # How a step is executed, not what it computes: the script that loads decides, on its own devices.
 _EXECUTION = {"foreach", "fused", "capturable", "differentiable"}
@@ -227,6 +234,14 @@ def hash_embeddings(model: nn.Module) -> dict[str, HashEmbedding]:
     }
 
 
+def limited(modules: Iterable[nn.Module]) -> list[HashEmbedding]:
+    """Those whose rows are limited in number. They are the first tables of a model wherever it is trained: ids that share a
+    slot give way to each other, and slots are by table.
+    """
+    hashed = [each for each in modules if isinstance(each, HashEmbedding)]
+    return [each for each in hashed if each.policy is not None and each.policy.max_rows is not None]
+
+
 def keys_name(rows_name: str) -> str:
     return rows_name.removesuffix("rows") + "keys"
 
@@ -245,8 +260,13 @@ def layer_of(rows_name: str) -> str:
 class HashedRows:
     """Those of one model in this process, trained by its optimizer: what a parameter's `grad` and `step()` are to it."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, number: int = 0) -> None:
+        """`number` of the model among those of the script."""
         self._optimizer, self._modules = optimizer, hash_embeddings(model)
+        for table, module in enumerate(limited(self._modules.values()), number * TABLES_PER_MODEL):
+            module.be_table(table)
+        for name, module in self._modules.items():
+            refuse_seconds(name, module.policy, "in this strategy")
         self._follow()
 
     def sum_of_squares(self) -> float:
@@ -279,20 +299,47 @@ def local_pieces(model: nn.Module) -> Iterator[Piece]:
     for name, module in hash_embeddings(model).items():
         if isinstance(module.source, LocalRows):
             table = module.source.table
-            keys, values, state = table.read_rows(np.arange(table.num_rows))
-            yield from pieces_of(name, table.spec.rule, keys, values, state, table.step)
+            yield from pieces_of(name, table.spec, *table.read_all(), table.step, table.num_evicted)
 
 
 def pieces_of(
-    name: str, rule: str, keys: NDArray[np.int64], values: NDArray[Any], state: NDArray[Any], step: int
+    name: str,
+    spec: TableSpec,
+    keys: NDArray[np.int64],
+    values: NDArray[Any],
+    state: NDArray[Any],
+    step: int,
+    num_evicted: int,
 ) -> Iterator[Piece]:
     """One table, by increasing key, under the names that every strategy knows."""
     tensors = {MODEL + keys_name(name): torch.from_numpy(keys), MODEL + name: torch.from_numpy(values)}
-    for key, columns in RULES[rule].state_columns(values.shape[1]).items():
+    for key, columns in state_columns(spec).items():
         tensors[f"{OPTIMIZER}{name}/{key}"] = torch.from_numpy(np.ascontiguousarray(state[:, columns]))
         tensors[f"{OPTIMIZER}{name}/step"] = torch.tensor(float(step))
+    if spec.policy is not None:
+        tensors[f"{OPTIMIZER}{name}/evictions"] = torch.tensor(num_evicted)
     for piece, tensor in tensors.items():
         yield Piece(piece, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def changes_of(
+    name: str,
+    spec: TableSpec,
+    keys: NDArray[np.int64],
+    values: NDArray[Any],
+    state: NDArray[Any],
+    step: int,
+    num_evicted: int,
+) -> Iterator[Piece]:
+    """The same of rows that changed; those that went have no sightings left."""
+    is_there = np.ones(len(keys), np.bool_)
+    if spec.policy is not None:
+        is_there = state[:, RULES[spec.rule].state_dim(spec.dim)] > 0
+    of_keys = MODEL + keys_name(name)
+    for piece in pieces_of(name, spec, keys[is_there], values[is_there], state[is_there], step, num_evicted):
+        yield replace(piece, changed_keys=of_keys) if piece.tensor.dim() else piece
+    gone = torch.from_numpy(keys[~is_there])
+    yield Piece(GONE + of_keys, gone, tuple(gone.shape), (0,))
 
 
 def saved_table(name: str, pieces: PieceReader) -> tuple[NDArray[np.int64], NDArray[Any]] | None:
@@ -302,14 +349,41 @@ def saved_table(name: str, pieces: PieceReader) -> tuple[NDArray[np.int64], NDAr
     return keys, values
 
 
-def saved_state(name: str, rule: str, saved: PieceReader | None) -> tuple[NDArray[Any] | None, int]:
-    """State of rows as a rule keeps it, and the number of updates; None and 0 where it was not saved."""
-    names = [f"{OPTIMIZER}{name}/{key}" for key in RULES[rule].state]
-    if saved is None or saved.optimizer_settings is None or not all(n in saved.tensors for n in names):
-        return None, 0
-    state = torch.cat([saved.tensors[each] for each in names], dim=1).numpy() if names else None
-    step = saved.tensors.get(f"{OPTIMIZER}{name}/step")
-    return state, int(step) if step is not None else 0
+def state_columns(spec: TableSpec) -> dict[str, slice]:
+    """Columns of a table's state by name: the rule's, and statistics where the table has a policy."""
+    rule = RULES[spec.rule]
+    behind = rule.state_dim(spec.dim)
+    statistics = {
+        name: slice(behind + span.start, behind + span.stop) for name, span in columns_of(spec.policy).items()
+    }
+    return {**rule.state_columns(spec.dim), **statistics}
+
+
+def saved_state(
+    name: str, spec: TableSpec, saved: PieceReader | None
+) -> tuple[NDArray[Any] | None, int, int]:
+    """State of rows as a table keeps it, the number of updates and of evictions; None and 0 where it was not saved.
+
+    Statistics that the checkpoint has not are those of rows that have just been admitted.
+    """
+    prefix = f"{OPTIMIZER}{name}/"
+    columns = state_columns(spec)
+    needed = [prefix + key for key in RULES[spec.rule].state]
+    if saved is None or saved.optimizer_settings is None or not all(n in saved.tensors for n in needed):
+        return None, 0, 0
+    told = {key: saved.tensors.get(f"{prefix}{key}") for key in ("step", "evictions")}
+    step, num_evicted = (int(each) if each is not None else 0 for each in told.values())
+    if not columns:
+        return None, step, num_evicted
+    num_rows = len(saved.tensors[MODEL + name])
+    state = np.empty((num_rows, max(span.stop for span in columns.values())), spec.dtype)
+    if spec.policy is not None:
+        behind = RULES[spec.rule].state_dim(spec.dim)
+        state[:, behind:] = as_admitted(spec.policy, num_rows, step, 0.0, spec.dtype)
+    for key, span in columns.items():
+        if prefix + key in saved.tensors:
+            state[:, span] = saved.tensors[prefix + key].numpy()
+    return state, step, num_evicted
 
 
 def load_local(model: nn.Module, pieces: PieceReader) -> None:
@@ -321,8 +395,8 @@ def load_local(model: nn.Module, pieces: PieceReader) -> None:
         if pieces.optimizer_settings is None:  # weights alone: the optimizer keeps what it has, here too
             source.replace_values(*table)
         else:
-            state, step = saved_state(name, source.table.spec.rule, pieces)
-            source.replace(*table, state, step)
+            state, step, num_evicted = saved_state(name, source.table.spec, pieces)
+            source.replace(*table, state, step, num_evicted)
 
 
 def expected_shapes(model: nn.Module) -> dict[str, tuple[tuple[int | None, ...], torch.dtype]]:

@@ -263,12 +263,17 @@ def clip(
     if not result.applied:
         return result, 0.0
     # Backward divided by samples. What the loss really counted travelled with it; mostly it is the same.
-    factor = num_global / result.count if result.count else 0.0
+    factor = correction(job, num_global, result.count)
     if job.measures_norm:
         measured = factor * (norm() if norm is not None else gradient_norm(gradients, squares_of_rows))
         result = dataclasses.replace(result, grad_norm=measured, applied=math.isfinite(measured))
         factor *= clip_factor(job, measured)
     return result, factor
+
+
+def correction(job: TrainJob, num_global: int, count: float) -> float:
+    """The factor of a gradient that backward divided by `num_global` samples, and multiplied by the loss scale."""
+    return num_global / count / job.scale if count else 0.0
 
 
 def scale(gradients: Iterable[Tensor], factor: float) -> None:

@@ -35,7 +35,7 @@ def backend_for(job: Job) -> str:
 
 
 def set_up(job: Job, interfaces: str) -> None:
-    """What NCCL reads when it starts in this process; of several interfaces it uses all."""
+    """Set the variables that NCCL reads at its start; of several interfaces it uses all."""
     os.environ["NCCL_SOCKET_IFNAME"] = f"={interfaces}"  # these, not all whose names begin so
     # Its own way with errors ends the process. Ours looks at the connections, and lets go of what waits.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"

@@ -42,7 +42,7 @@ KINDS = (
 
 
 class WaitHook(Protocol):
-    """What is done while an exchange waits for the others."""
+    """Hook that runs while an exchange waits for the others."""
 
     def begin(self, number: int) -> None:
         """Exchange `number` begins, or begins again in another view."""

@@ -103,7 +103,7 @@ KEPT_BYTES = 512 << 20
 
 
 class Holder(Protocol):
-    """Somebody whose state a replacement needs: a strategy with its model and optimizer."""
+    """Owner of state that a replacement needs: a strategy with its model and optimizer."""
 
     step: int
     """Steps committed so far."""

@@ -106,7 +106,7 @@ def receive(reducer: Reducer, donor: int) -> RecoveryState:
 
 
 def num_bytes(value: Any) -> int:
-    """What a result takes in memory, or a little more."""
+    """Bytes of a result in memory, or a little more."""
     if isinstance(value, Tensor):
         return _OVERHEAD_BYTES + value.numel() * value.element_size()
     if isinstance(value, dict):

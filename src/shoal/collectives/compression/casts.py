@@ -12,7 +12,7 @@ from shoal.collectives.compression import Gradient, Stateless
 from shoal.collectives.reducer import Reducer
 
 
-class Cast(Stateless):
+class CastCompressor(Stateless):
     """Gradients as numbers of 16 bits."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -30,9 +30,9 @@ class Cast(Stateless):
         flat.copy_(small)
 
 
-def bf16() -> Cast:
-    return Cast(torch.bfloat16)
+def bf16() -> CastCompressor:
+    return CastCompressor(torch.bfloat16)
 
 
-def fp16() -> Cast:
-    return Cast(torch.float16)
+def fp16() -> CastCompressor:
+    return CastCompressor(torch.float16)

@@ -18,7 +18,7 @@ from shoal.collectives.reducer import Reducer
 BLOCK = 1024  # elements that share a scale: 0.4 % more bytes
 
 
-class Int8(Stateless):
+class Int8Compressor(Stateless):
     """Gradients as whole numbers of 8 bits and a scale per block."""
 
     def start(self, number: int, flat: Tensor, layout: Sequence[Gradient], reducer: Reducer) -> Any:

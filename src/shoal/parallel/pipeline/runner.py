@@ -388,7 +388,7 @@ class _Loss:
         self._totals[at] = total.detach()
         self._outputs[at] = map_tensors(lambda tensor: tensor.detach(), output)
         self._count += count
-        return total / self._num_global
+        return self._job.scaled(total) / self._num_global
 
     def check(self) -> bool:
         """Refuse a loss that would mean something else when its batch is cut; False where there was nothing to see."""

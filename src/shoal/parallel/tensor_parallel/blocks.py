@@ -70,7 +70,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class BlockTrial:
     """The blocks that computed the same in parts, and why the others did not."""
 
     blocks: tuple[Block, ...] = ()
@@ -151,7 +151,7 @@ Cut = Callable[[nn.Module, Mapping[str, str]], None]
 """Cuts layers of a copy, by their names within it."""
 
 
-def try_blocks(model: nn.Module, inputs: Tree, degree: int, cut: Cut) -> Trial:
+def try_blocks(model: nn.Module, inputs: Tree, degree: int, cut: Cut) -> BlockTrial:
     """Cut one block of each kind on trial. Collective: every rank of the mesh tries the same blocks in the same order."""
     accepted: list[Block] = []
     refused: dict[str, str] = {}
@@ -163,7 +163,7 @@ def try_blocks(model: nn.Module, inputs: Tree, degree: int, cut: Cut) -> Trial:
         else:
             kinds.setdefault(_kind(block, modules), []).append(block)
     if not kinds:
-        return Trial((), refused)
+        return BlockTrial((), refused)
     calls = _first_calls(model, inputs, {blocks[0].root for blocks in kinds.values()})
     for blocks in kinds.values():
         block = blocks[0]
@@ -175,7 +175,7 @@ def try_blocks(model: nn.Module, inputs: Tree, degree: int, cut: Cut) -> Trial:
             accepted += blocks
         else:
             refused[_what(block, modules)] = f"{why} (by {block.source})"
-    return Trial(tuple(accepted), refused)
+    return BlockTrial(tuple(accepted), refused)
 
 
 def _what(block: Block, modules: Mapping[str, nn.Module]) -> str:

@@ -73,7 +73,7 @@ class ChannelGroup:
         return [*self.makers, *self.inside, *self.takers]
 
 
-class _Tracer(fx.Tracer):
+class _ChannelTracer(fx.Tracer):
     """Opens everything but torch's own layers and those that are cut as one."""
 
     def __init__(self, is_deep: bool) -> None:
@@ -124,7 +124,7 @@ def _search(module: nn.Module, name: str, degree: int, found: list[ChannelGroup]
         return
     for is_deep in (True, False):
         try:
-            tracer = _Tracer(is_deep)
+            tracer = _ChannelTracer(is_deep)
             graph = tracer.trace(module)
         except Exception:  # whatever a user's forward does to a tracer
             continue

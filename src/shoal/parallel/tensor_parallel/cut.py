@@ -27,7 +27,7 @@ from shoal.errors import ConfigError
 from shoal.parallel.tensor_parallel import attention as tensor_attention
 from shoal.parallel.tensor_parallel import blocks
 from shoal.parallel.tensor_parallel.attention import patch_sdpa
-from shoal.parallel.tensor_parallel.blocks import Trial
+from shoal.parallel.tensor_parallel.blocks import BlockTrial
 from shoal.parallel.tensor_parallel.dtensor_fixes import (
     InplaceWriteMode,
     patch_random_ops,
@@ -51,7 +51,7 @@ def apply(plan: TensorPlan, model: nn.Module, mesh: DeviceMesh) -> None:
     patch_sharding_rules()
 
 
-def try_blocks(model: nn.Module, mesh: DeviceMesh, inputs: Tree) -> Trial:
+def try_blocks(model: nn.Module, mesh: DeviceMesh, inputs: Tree) -> BlockTrial:
     """The blocks of a model that its names tell, each kind of them cut on trial. Collective."""
 
     def cut(part: nn.Module, styles: Mapping[str, str]) -> None:

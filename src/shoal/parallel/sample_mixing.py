@@ -1,0 +1,282 @@
+"""Forwards that mix the samples of a batch, such as `x - x.mean(0)`: found by running a few samples together and apart.
+
+A worker has its own slice alone, so under data parallelism such a model trains
+something else, and no loss shows it. Layers that are known to mix (BatchNorm)
+are at rest in evaluation mode, and so is dropout; what draws random numbers or
+keeps a state of its own there is not judged. A trial leaves no trace in the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.data.tree import Tree, map_tensors, tensors
+from shoal.errors import ForwardMixesSamples
+
+NUM_SAMPLES = 4
+"""Samples that are run together and in pairs: few, so that a trial costs less than a step."""
+
+NOTICED = 0.02
+"""Difference of a row, relative to how rows differ from each other, that is mixing."""
+
+NUM_DIRECTIONS = 4
+_ROWS_AT_ONCE = 256
+
+
+def can_be_tried(model: nn.Module) -> bool:
+    """False where a layer that is known to mix does so in evaluation mode too, or nobody can look into one."""
+    return not any(
+        (isinstance(each, _BatchNorm) and each.running_mean is None)
+        or isinstance(each, torch.jit.ScriptModule)
+        for each in model.modules()
+    )
+
+
+def refuse_mixed_samples(
+    model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree, num_local: int, strategy: str
+) -> Callable[[], None]:
+    """Run the first samples together, in pairs, and together again; call the result to refuse what that showed."""
+    num, half = NUM_SAMPLES, NUM_SAMPLES // 2
+    if num_local < num:
+        return lambda: None
+    with _without_hooks_of_script(model):
+        runs = [
+            _run(model, call, inputs, at)
+            for at in (slice(0, num), slice(0, half), slice(half, num), slice(0, num))
+        ]
+
+    def refuse() -> None:
+        whole, first, second, again = runs
+        if not (whole.ended and first.ended and second.ended and again.ended):
+            return
+        gap = _gap(whole.events[-1], first.events[-1], second.events[-1])
+        is_stateful = not _is_same(whole.events, again.events)
+        if gap is None or is_stateful:
+            return
+        layer = _first_mixed(whole.events, first.events, second.events)
+        module = model.get_submodule(layer)
+        raise ForwardMixesSamples(
+            layer=layer,
+            kind=type(module).__name__,
+            strategy=strategy,
+            gap=gap,
+            batch_first=getattr(module, "batch_first", None),
+        )
+
+    return refuse
+
+
+@contextlib.contextmanager
+def _without_hooks_of_script(model: nn.Module) -> Iterator[None]:
+    """Hooks of the script keep what they see, for a loss say: a trial is not theirs to see. Those of torch and shoal stay."""
+    kept = [
+        (hooks, hooks.copy())
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        if hooks
+    ]
+    try:
+        for hooks, before in kept:
+            for number, hook in before.items():
+                if not _module_of(hook).startswith(("torch.", "shoal.")):
+                    del hooks[number]
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.clear()
+            hooks.update(before)
+
+
+def _module_of(hook: Any) -> str:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__module__", ""))
+
+
+class _Digest(NamedTuple):
+    """Of one tensor."""
+
+    shape: torch.Size
+    rows: Tensor
+    """A few numbers for each row."""
+
+    rounding: float
+    """What rounding may do to them."""
+
+
+@dataclass(slots=True)
+class _Crossing:
+    """What enters or leaves a module: `within` is the innermost module that runs."""
+
+    within: str
+    digests: list[_Digest]
+
+
+@dataclass(slots=True)
+class _TrialRun:
+    events: list[_Crossing] = field(default_factory=list)
+    ended: bool = False
+
+
+def _run(model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree, at: slice) -> _TrialRun:
+    run, running, handles = _TrialRun(), list[str](), []
+
+    def entering(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            run.events.append(_Crossing(running[-1] if running else name, _digests((args, kwargs))))
+            running.append(name)
+
+        return hook
+
+    def leaving(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            run.events.append(_Crossing(name, _digests(output)))
+            running.pop()
+
+        return hook
+
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(entering(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(leaving(name), with_kwargs=True))
+    try:
+        # Whatever it raises here: evaluation mode may want other inputs, or not be made for a few samples; some tensors
+        # cannot be cut. Copies, because a forward may write into its inputs, which backward and the script still need.
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output = call(map_tensors(lambda tensor: tensor[at].clone(), inputs))
+            run.events.append(_Crossing("", _digests(output)))
+            run.ended = not running
+    finally:
+        for handle in handles:
+            handle.remove()
+    return run
+
+
+def _digests(tree: Tree) -> list[_Digest]:
+    """Projections of each row on fixed directions: all activations would be too much to keep."""
+    found = []
+    for tensor in tensors(tree):
+        if (
+            isinstance(tensor, DTensor)
+            or not tensor.is_floating_point()
+            or not tensor.numel()
+            or not tensor.dim()
+        ):
+            continue
+        wide = tensor.detach().to(torch.float64 if tensor.dtype is torch.float64 else torch.float32)
+        wide = wide.reshape(len(tensor), -1, tensor.shape[-1] if tensor.dim() > 1 else 1)
+        projected = wide @ _directions(wide.shape[2], 1.7, wide)
+        projected = (projected * _directions(wide.shape[1], 2.3, wide)).sum(1) / wide[0].numel() ** 0.5
+        eps = torch.finfo(tensor.dtype).eps
+        rounding = 1e-6 if eps < 1e-12 else max(1e-3, 8 * eps)
+        size = float(wide.square().mean().sqrt())
+        found.append(_Digest(tensor.shape, projected.double().cpu(), rounding * size))
+    return found
+
+
+def _directions(size: int, pace: float, like: Tensor) -> Tensor:
+    at = torch.arange(1, size + 1, dtype=like.dtype, device=like.device)[:, None]
+    return torch.cos(at * pace * torch.arange(1, NUM_DIRECTIONS + 1, dtype=like.dtype, device=like.device))
+
+
+def _gap(whole: _Crossing, first: _Crossing, second: _Crossing) -> float | None:
+    """By how much most rows differ, relative to how rows differ from each other; None where they do not.
+
+    Most of them: one that a threshold within the model sends another way, by rounding, is no mixing.
+    """
+    if not len(whole.digests) == len(first.digests) == len(second.digests):
+        return None
+    for together, a, b in zip(whole.digests, first.digests, second.digests, strict=True):
+        num_rows = together.shape[0]
+        if num_rows % NUM_SAMPLES or not a.shape[0] == b.shape[0] == num_rows // 2:
+            continue  # its rows are no samples
+        if together.shape[1:] in (a.shape[1:], b.shape[1:]) and a.shape != b.shape:
+            continue  # as long as the longest sample: what is behind the others is no result
+        apart = torch.cat([a.rows, b.rows])
+        if not torch.isfinite(together.rows).all() or not torch.isfinite(apart).all():
+            continue
+        spread = float((together.rows - together.rows.mean(0)).square().mean().sqrt())
+        noticed = max(NOTICED * spread, together.rounding)
+        gaps = (together.rows - apart).abs().amax(1)
+        if (is_far := gaps > noticed).any():
+            # Rows may come in another order: places of a sequence before samples, or samples by their length.
+            blocks = together.rows[is_far].split(_ROWS_AT_ONCE)  # type: ignore[no-untyped-call]
+            gaps[is_far] = torch.cat([torch.cdist(each, apart, p=math.inf).amin(1) for each in blocks])
+        of_samples = gaps.reshape(NUM_SAMPLES, -1).amax(1)
+        if int((of_samples > noticed).sum()) >= NUM_SAMPLES // 2:
+            return float(of_samples.max()) / spread if spread else float("inf")
+    return None
+
+
+def _is_same(events: list[_Crossing], again: list[_Crossing]) -> bool:
+    last, repeated = events[-1].digests, again[-1].digests
+    return len(last) == len(repeated) and all(
+        one.shape == other.shape and bool(((one.rows - other.rows).abs() <= one.rounding).all())
+        for one, other in zip(last, repeated, strict=True)
+    )
+
+
+def _first_mixed(whole: list[_Crossing], first: list[_Crossing], second: list[_Crossing]) -> str:
+    """The innermost module that runs where rows first differ; "" is the model itself."""
+    for events in zip(whole, first, second, strict=False):
+        if len({event.within for event in events}) > 1:
+            break  # samples take different ways
+        if _gap(*events) is not None:
+            return events[0].within
+    return ""
+
+
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward writes into its modules: buffers, and attributes such as counters and hidden states."""
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    contents: list[tuple[Any, Any]] = []
+    # Tensors are lent as copies and never written to: backward may need them as they are.
+    lent: dict[int, Tensor] = {}
+    scripted: list[tuple[Tensor, Tensor]] = []
+    try:
+        for module in model.modules():
+            if isinstance(
+                module, torch.jit.ScriptModule
+            ):  # has no attributes of Python, and no other buffers
+                scripted += [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
+                continue
+            own = {name: value for name, value in module.__dict__.items() if name not in _OF_TORCH}
+            attributes.append((module.__dict__, own))
+            contents.append((module._buffers, module._buffers.copy()))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = lent.setdefault(id(buffer), buffer.clone())
+            for name, value in own.items():
+                if type(value) in (list, dict, set):
+                    contents.append((value, value.copy()))
+                elif type(value) is Tensor and value.is_leaf:
+                    module.__dict__[name] = lent.setdefault(id(value), value.detach().clone())
+        yield
+    finally:
+        for place, own in attributes:
+            for name in [name for name in place if name not in own and name not in _OF_TORCH]:
+                del place[name]
+            place.update({name: value for name, value in own.items() if place.get(name) is not value})
+        for value, before in contents:
+            if isinstance(value, list):
+                value[:] = before
+            else:
+                value.clear()
+                value.update(before)
+        for buffer, before in scripted:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
