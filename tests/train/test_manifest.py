@@ -60,9 +60,9 @@ def test_every_torn_end_is_noticed(length: int) -> None:
 
 
 def test_a_newer_format_says_who_wrote_it() -> None:
-    newer = encode_manifest(Manifest(2, "0.9.0", "3.0", {}, {}, []))
+    newer = encode_manifest(Manifest(3, "0.9.0", "3.0", {}, {}, []))
     with pytest.raises(
-        CheckpointError, match=r"format 2 \(written by shoal 0\.9\.0\), and this version reads format 1"
+        CheckpointError, match=r"format 3 \(written by shoal 0\.9\.0\), and this version reads format 2"
     ):
         decode_manifest(newer, "here")
 

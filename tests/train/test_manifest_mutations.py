@@ -32,7 +32,7 @@ FREE = re.compile(
     r"|^progress\.(seed|strategy|num_workers)$|^progress\.data\b"
     r"|^progress\.(skipped_steps|histories|position\.(next_index|samples|loss_|measured_at|weights|stretch))"
     r"|^progress\.fit\.first_"
-    r"|^progress\.optimizer\.(numbers|groups\.0\.settings)|^progress\.(scheduler|callbacks|leases)"
+    r"|^progress\.optimizer\.(numbers|groups\.0\.settings)|^progress\.(scheduler|callbacks|leases|loss_scale)"
 )
 """Fields that have several right values, or may be missing: of a wrong one that is of the right kind nobody can know."""
 

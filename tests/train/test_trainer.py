@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -36,9 +37,10 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shoal
+from shoal.config.job import Job
 from shoal.errors import ConfigError, NonFiniteLoss, TrainingError
 from shoal.train.callbacks.base import Callback, StepLogs
-from shoal.train.calls import build_optimizer, turns_of
+from shoal.train.calls import build_optimizer, refuse_fp16, turns_of
 
 # ---- the same weights ----------------------------------------------------------------------------
 
@@ -661,10 +663,57 @@ def test_a_saved_model_is_plain_safetensors_and_loads_into_another_trainer(tmp_p
     assert second.step == 0
 
 
-@pytest.mark.parametrize("precision", ["fp16", "16-mixed", "half"])
-def test_fp16_is_refused_with_the_reason_and_what_to_use(precision: str) -> None:
-    with pytest.raises(ConfigError, match=r"loss scaler.*precision='bf16'.*GradScaler"):
-        shoal.Trainer(nn.Linear(2, 1), loss=nn.MSELoss(), precision=precision)
+def overflowing() -> shoal.Trainer:
+    """fp16 of a loss whose gradient overflows at the first scales, then no more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return shoal.Trainer(
+        model,
+        loss=lambda output, target: (output - 300 * target).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.9),
+        precision="16-mixed",
+    )
+
+
+def test_fp16_skips_steps_that_overflow_and_resumes_at_the_same_scale(tmp_path: Path) -> None:
+    x = torch.randn(40, 3)
+    data = shoal.Dataset.from_arrays((x, x.sum(1, keepdim=True))).batch(8)
+    whole, first, second = (overflowing() for _ in range(3))
+    whole.fit(data, epochs=4)
+    scale = whole.train_job.loss_scale
+    assert scale is not None
+    assert 1 < scale.value < 65536
+    assert whole.progress.num_skipped_steps == math.log2(65536 / scale.value)
+    first.fit(data, epochs=4, max_steps=7)
+    saved = first.save_checkpoint(str(tmp_path / "half"))
+    second.fit(data, epochs=4, resume=saved)
+    assert_same_bits(weights(second.model), weights(whole.model))
+    assert second.train_job.loss_scale == scale
+
+
+def test_fp16_of_a_loss_that_is_no_number_ends_by_name_once_the_scale_cannot_fall() -> None:
+    run = shoal.Trainer(
+        nn.Linear(3, 1),
+        loss=lambda output, target: output.mean() * float("nan"),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        precision="fp16",
+    )
+    with pytest.raises(NonFiniteLoss, match="step 17"):
+        run.fit(shoal.Dataset.from_arrays((torch.randn(40, 3), torch.randn(40, 1))).batch(2), epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"strategy": "ps:async", "num_servers": 1}, "each worker's push is an update of its own"),
+        ({"strategy": "ddp", "sync_every": 4}, "each worker steps alone"),
+        ({"strategy": "ddp", "compress": "topk:ratio=0.1"}, "keeps what it left out"),
+    ],
+)
+def test_fp16_is_refused_where_workers_do_not_decide_together(options: dict[str, Any], says: str) -> None:
+    job = Job(name="x", run_dir=Path("x"), num_workers=3, **options)
+    with pytest.raises(ConfigError, match=says):
+        refuse_fp16(job)
 
 
 def test_a_trainer_takes_a_loss_or_a_training_step() -> None:

@@ -24,7 +24,7 @@ from shoal.cluster.worker import session
 from shoal.config import job as jobs
 from shoal.config import placement
 from shoal.config import strategy as strategies
-from shoal.config.choices import MEASURED
+from shoal.config.choices import COMPRESSORS, MEASURED
 from shoal.config.job import Job
 from shoal.data.batches import Batches, as_batches
 from shoal.data.tree import Tree
@@ -288,16 +288,35 @@ def device_of(job: Job, said: str | torch.device | None) -> torch.device:
     return torch.device(placed.devices[job.rank])
 
 
-OTHER_PRECISIONS = {"bf16-mixed": "bf16", "bfloat16": "bf16", "32-true": "float32", "fp32": "float32"}
+PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precision of the Trainer to the type that forward runs in by autocast."""
+
+OTHER_PRECISIONS = {
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "32-true": "float32",
+    "fp32": "float32",
+    "float16": "fp16",
+    "half": "fp16",
+    "16-mixed": "fp16",
+    "fp16-mixed": "fp16",
+}
 """Names of Trainer(precision=) in other libraries."""
 
 
-def refuse_fp16(precision: str) -> None:
-    if precision in ("fp16", "float16", "half", "16-mixed", "fp16-mixed"):
+def refuse_fp16(job: Job) -> None:
+    """Refuse a loss scale where no step is one decision of all ranks."""
+    why = None
+    if job.num_workers > 1 and not strategies.parse(job.strategy).is_exact:
+        why = f"under '{job.strategy}' each worker's push is an update of its own: use ps, ddp or fsdp"
+    elif job.sync_every is not None:
+        why = f"with --sync-every {job.sync_every} each worker steps alone: leave it out"
+    elif job.num_workers > 1 and COMPRESSORS.parse(job.compress)[0].name != "none":
+        why = f"--compress {job.compress} rounds gradients, or keeps what it left out of them, at the scale of their step: leave it out"
+    if why is not None:
         raise ConfigError(
-            f"precision={precision!r} needs a loss scaler, whose scale every worker and every server would have to follow, and the "
-            "Trainer has none. Nothing was trained; use precision='bf16', which needs none, or a loop of your own with "
-            "torch.amp.GradScaler under --strategy ddp."
+            f"precision='fp16' scales the loss, and all workers have to skip the same steps and change the scale together; {why}, or "
+            "use precision='bf16', which needs no scale. Nothing was trained."
         )
 
 

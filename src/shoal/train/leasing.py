@@ -124,7 +124,16 @@ class Leasing:
             **_lease_settings(batches.sharding, num_leases, num_workers),
         }
         self._first_request_fields = {"counted": [(lease, in_slot_0) for lease, in_slot_0, _ in counted]}
-        self._naming = Naming(call, num_leases, per_lease * size, first_epoch, done_below)
+        self._naming = Naming(
+            call,
+            num_leases,
+            per_lease * size,
+            first_epoch,
+            done_below,
+            push_every=strategy.push_every,
+            num_samples=num_samples,
+            singly=frozenset(self._skip),
+        )
         strategy.lease_by(self._naming, size)
         self._first_epoch = first_epoch
         self._held: deque[_Lease] = deque()
@@ -213,8 +222,9 @@ class Leasing:
         if part.start + part.num_global >= stop:
             self._strategy.settle()  # nobody else runs a finished lease again
             number = (part.epoch - self._first_epoch) * self._naming.num_leases + lease
-            self._finished.append(number)
-            self._busy_s.append(self._worked_s)
+            if self._naming.stream(number) not in self._strategy.left_out:
+                self._finished.append(number)
+                self._busy_s.append(self._worked_s)
             self._worked_s = 0.0
             if self._answer is not None and self._answer.done():
                 self._receive()
@@ -236,6 +246,8 @@ class Leasing:
 
     def end(self) -> None:
         """Give all leases back, so that nobody waits for this worker; waiting workers are told that it is over."""
+        self._strategy.flush()
+        self._strategy.push_residuals()
         self._strategy.settle()
         if not self._is_over:
             self._is_over = True
@@ -247,6 +259,7 @@ class Leasing:
 
     def epoch_is_over(self, position: Position, *, over: bool) -> bool:
         """No worker goes on with the epoch: all agree where it ended, and whether the fit is over with it."""
+        self._strategy.push_residuals()
         self._strategy.rest()  # others may still be a batch ahead of who has stopped
         first_update = (
             self._updates_before - self._steps_before

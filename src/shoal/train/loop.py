@@ -249,6 +249,8 @@ class FitLoop:
             failpoint("worker: committed")
             if not results[-1].applied:
                 self._leave_out(part, results[-1])
+            if (scale := trainer.train_job.loss_scale) is not None:
+                scale.after(applied=results[-1].applied)
             if turn is not None:
                 trainer.log(f"loss_{turn.name}", results[-1].loss)
         trainer.control.checkpoint = False
@@ -304,7 +306,8 @@ class FitLoop:
     def _leave_out(self, part: Slice, result: StepResult) -> None:
         """A step that is not finite: refuse it by name, or skip and count it."""
         trainer = self._trainer
-        if trainer.train_job.on_nonfinite == "skip":
+        scale = trainer.train_job.loss_scale
+        if trainer.train_job.on_nonfinite == "skip" or (scale is not None and scale.can_fall):
             self._progress.num_skipped_steps += 1
             return
         step = self._position.step + 1

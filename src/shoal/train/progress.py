@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shoal.parallel.loss_scale import LossScale
 from shoal.runtime.serialization import from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[],
         for group in (optimizer.param_groups if optimizer is not None else ())
     ]
     schedule = scheduler.state_dict() if scheduler is not None else None
+    scale = dataclasses.asdict(trainer.train_job.loss_scale) if trainer.train_job.loss_scale else None
     callbacks = [callback.state() for callback in trainer.callbacks]
     lengths = [len(history.epochs) for history in progress.histories]
     skipped, newest, line = progress.num_skipped_steps, progress.newest_checkpoint, progress.last_line
@@ -170,6 +172,7 @@ def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[],
             "position": dataclasses.asdict(position),
             "groups": groups,
             "scheduler": to_plain(schedule, "the scheduler") if schedule is not None else None,
+            "loss_scale": scale,
             "callbacks": callbacks,
             "histories": histories,
             "first": list(progress.fit_first),
@@ -220,6 +223,8 @@ def restore(trainer: Trainer, given: dict[str, Any]) -> None:
         group.update(saved)
     if trainer.scheduler is not None and given["scheduler"] is not None:
         trainer.scheduler.load_state_dict(from_plain(given["scheduler"]))
+    if given["loss_scale"] is not None:
+        trainer.train_job.loss_scale = LossScale(**given["loss_scale"])
     for callback, state in zip(trainer.callbacks, given["callbacks"], strict=True):
         callback.load_state(state)
     progress.histories[:] = [History(epochs) for epochs in given["histories"]]

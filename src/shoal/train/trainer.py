@@ -29,12 +29,14 @@ from shoal.errors import ConfigError, Interrupted
 from shoal.parallel import create
 from shoal.parallel.batch_dependence import describe_mixing, mixing_layers
 from shoal.parallel.loss import LossRule, StepLoss, loss_rule
+from shoal.parallel.loss_scale import LossScale
 from shoal.parallel.parameter_file import ParameterFile
 from shoal.parallel.protocol import ControlFlags, HoldsCopy, Strategy, TrainJob, Turn
 from shoal.runtime import recorder, scratch
 from shoal.train.callbacks.base import Callback, CallbackList
 from shoal.train.calls import (
     OTHER_PRECISIONS,
+    PRECISIONS,
     Call,
     OptimizerFactory,
     asked_to_leave,
@@ -159,7 +161,8 @@ class Trainer:
             clip_norm: largest global norm of the gradient.
             accumulate: parts in which a worker runs its slice of a batch, to save memory. The batch of one
                 update stays what `batch()` says.
-            precision: "bf16" runs forward under autocast.
+            precision: "bf16" and "fp16" run forward under autocast; "fp16" with a dynamic loss scale, and steps that overflow
+                are skipped on all workers.
             compile: compile the model with torch.compile.
             checkpoint_activations: keep only the inputs of the model's blocks and run them again within backward, or of the
                 layers with these names (patterns): less memory, more time.
@@ -175,8 +178,9 @@ class Trainer:
         """
         check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
         precision = OTHER_PRECISIONS.get(precision, precision)
-        refuse_fp16(precision)
-        check_choice("precision", precision, ("float32", "bf16"))
+        check_choice("precision", precision, tuple(PRECISIONS))
+        if precision == "fp16":
+            refuse_fp16(jobs.current())
         check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
         check_callable("model", model, "an nn.Module, or a function that builds one", nn.Module)
         if (loss is None) == (training_step is None):
@@ -222,7 +226,7 @@ class Trainer:
                 "training_step": training_step,
                 "clip_norm": clip_norm,
                 "num_micro": accumulate,
-                "autocast": torch.bfloat16 if precision == "bf16" else None,
+                "autocast": PRECISIONS[precision],
                 "compile": compile,
                 "checkpoint_activations": checkpoint_activations or self.job.checkpoint_activations,
                 "tensor_plan": tensor_plan,
@@ -237,6 +241,7 @@ class Trainer:
         self.callbacks = CallbackList(callbacks, rank=self.rank)
         self.verification = Verification(self.job.verify, rank=self.rank) if self.job.verify else None
         self.checkpoints = BackgroundWriter()
+        self.increments = saving.Increments()
         self.scheduler: Any = None
         """Built with the optimizer, if one was given."""
 
@@ -524,7 +529,9 @@ class Trainer:
                 settings["on_nonfinite"] = "skip"
             settings["num_micro"] = self.verification.plan.num_micro or settings["num_micro"]
         given = config.optimizer
+        is_scaled = settings["autocast"] is torch.float16 and given is not None
         self.train_job = TrainJob(
+            loss_scale=LossScale() if is_scaled else None,
             model=model,
             loss=config.loss,
             build_optimizer=partial(build_optimizer, given) if given is not None else None,

@@ -20,9 +20,10 @@ from torch import nn
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
 from shoal.config.job import VerifyPlan
-from shoal.parallel.batch_dependence import MixingLayer, mixing_layers, watch_randomness
+from shoal.parallel.batch_dependence import MixingLayer, mixing_layers, noted_mixing, watch_randomness
 from shoal.parallel.protocol import Strategy
 from shoal.parallel.state import MODEL
+from shoal.runtime import user_frames
 
 
 class Verification:
@@ -83,6 +84,12 @@ class Verification:
             report = {
                 "losses": self._losses,
                 "mixes": [dataclasses.asdict(layer) for layer in self._mixing],
+                "suspects": [dataclasses.asdict(layer) for layer in noted_mixing()],
+                "rank_asked_at": [
+                    f"{file}, line {line}"
+                    for file, line in jobs.rank_asked_at
+                    if not user_frames.is_ours(file)
+                ],
                 "steps": len(self._losses),
                 "own_loop": self._is_own_loop,
                 "micro_batches": getattr(strategy, "num_micro", None),

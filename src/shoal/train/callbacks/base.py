@@ -81,6 +81,9 @@ class Callback:
     checkpoint_directory: str | None = None
     """Where it saves checkpoints, if not in the run directory: a resumed fit looks there too."""
 
+    full_every: int = 1
+    """Of so many checkpoints one holds tables on servers whole, and the others rows that changed."""
+
     def on_fit_begin(self, trainer: Trainer) -> None:
         """A fit begins, or goes on from a checkpoint: `trainer.step` says where."""
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
 
 
+MOST_IN_CHAIN = 100
+
+
 class ModelCheckpoint(Callback):
     """Writes checkpoints from which a run goes on, mid-epoch and at any number of workers.
 
@@ -28,6 +31,8 @@ class ModelCheckpoint(Callback):
         best: a value of the epochs, as "val_loss". The checkpoint of its best epoch stays, too.
         mode: whether `best` is the lowest ("min") or the highest ("max"); "auto" goes by its name.
         directory: a path or an fsspec URL; by default `checkpoints` in the run directory.
+        full_every: of so many checkpoints one holds tables on servers whole, if they are large; the others hold the rows that
+            changed since the one before, which they need beside them. 1: all are whole; at most 100.
 
     `best_path` and `best_value` say where the best one is.
     """
@@ -46,14 +51,21 @@ class ModelCheckpoint(Callback):
         best: str | None = None,
         mode: Mode = "auto",
         directory: str | os.PathLike[str] | None = None,
+        full_every: int = 10,
     ) -> None:
         for name, value in (
             ("every_steps", every_steps),
             ("every_epochs", every_epochs),
             ("keep_last", keep_last),
+            ("full_every", full_every),
         ):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"ModelCheckpoint's {name} must be a positive integer, got {value!r}.")
+        if full_every > MOST_IN_CHAIN:
+            raise ConfigError(
+                f"ModelCheckpoint's full_every must be at most {MOST_IN_CHAIN}, got {full_every}: all checkpoints back to the last "
+                "whole one are read to go on from the newest, and one that is damaged spoils those after it."
+            )
         if every_s is not None and not every_s > 0:
             raise ConfigError(
                 f"ModelCheckpoint's every_s must be a positive number of seconds, got {every_s!r}."
@@ -61,6 +73,7 @@ class ModelCheckpoint(Callback):
         if every_steps is None and every_s is None and every_epochs is None:
             every_epochs = 1
         self.checkpoint_directory = os.fspath(directory) if directory is not None else None
+        self.full_every = full_every
         self.best_path: str | None = None
         self._every_steps, self._every_s, self._every_epochs = every_steps, every_s, every_epochs
         self._keep_last = keep_last

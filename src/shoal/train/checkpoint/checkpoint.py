@@ -19,7 +19,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+import shoal
 from shoal.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -37,9 +37,11 @@ from shoal.errors import (
     NoCheckpoint,
 )
 from shoal.parallel.protocol import PartReader, Piece
+from shoal.parallel.state import GONE
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.serialization import from_plain, to_plain
 from shoal.train.checkpoint import safetensors_file
+from shoal.train.checkpoint.changes import MergedKeys, merged
 from shoal.train.checkpoint.storage import (
     MANIFEST,
     Place,
@@ -78,11 +80,13 @@ def write_checkpoint(
     *,
     progress: dict[str, Any],
     previous: str | None = None,
+    base: str | None = None,
 ) -> None:
     """Write a checkpoint to `url`, whole or not at all.
 
     A piece "model/<key>" goes to model.safetensors as <key>, and so on by the
     first word of its name. `previous` is named as safe when writing fails.
+    `base` is the checkpoint beside it that has the rows which did not change.
     """
     held = list(pieces)  # all of it, before the disk can fail: giving pieces may be collective
     layout = _lay_out(held)
@@ -98,7 +102,15 @@ def write_checkpoint(
                     written = safetensors_file.write(sink, file.tensors, {"format": "pt", **file.aliases})
                 files[name] = FileRecord(*written)
             text = encode_manifest(
-                Manifest(FORMAT, version("shoal"), str(torch.__version__), plain, files, layout.records)
+                Manifest(
+                    FORMAT if base is None else FORMAT_WITH_BASE,
+                    shoal.__version__,
+                    str(torch.__version__),
+                    plain,
+                    files,
+                    layout.records,
+                    _base_record(base) if base is not None else None,
+                )
             )
             with open_file(MANIFEST) as sink:
                 sink.write(text)
@@ -183,7 +195,7 @@ class PartedCheckpoint:
         with write_together(self._folder, MANIFEST) as sink:
             sink.write(
                 encode_manifest(
-                    Manifest(FORMAT, version("shoal"), str(torch.__version__), plain, files, records)
+                    Manifest(FORMAT, shoal.__version__, str(torch.__version__), plain, files, records)
                 )
             )
         end_together(self._place, self._lock)
@@ -205,11 +217,14 @@ def _why_none(names: list[str]) -> str:
     return f"it has no {MANIFEST}, so it was never finished" if names else "it does not exist"
 
 
-def open_checkpoint(url: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
+def open_checkpoint(
+    url: str | os.PathLike[str], *, verify: bool = True, verify_base: bool | None = None
+) -> Checkpoint:
     """The checkpoint at `url`, once every file has the size and the hash that were written.
 
     `verify=False` reads no file but the manifest and looks at the sizes alone:
-    for a rank that reads what another has just verified.
+    for a rank that reads what another has just verified. `verify_base` is the
+    same for the checkpoints that this one builds on.
     """
     place = Place.at(url)
     if not place.has(MANIFEST):
@@ -232,9 +247,64 @@ def open_checkpoint(url: str | os.PathLike[str], *, verify: bool = True) -> Chec
         ) from None
     if not isinstance(progress, dict):
         raise CheckpointDamaged(path=place.url, problem=f"the progress in {MANIFEST} is no object")
-    pieces = Pieces(place, described)
+    base = None
+    if described.base is not None:
+        base = _open_base(place, described.base, verify=verify if verify_base is None else verify_base)
+    pieces = Pieces(place, described, base)
     pieces.check()
     return Checkpoint(place.url, progress, pieces)
+
+
+def _open_base(place: Place, record: BaseRecord, *, verify: bool) -> Pieces:
+    found = _base_place(place, record)
+    if found is None:
+        raise CheckpointDamaged(
+            path=place.url,
+            problem=f"it holds the rows that changed since {record.name}, and that is not beside it as it was then",
+        )
+    try:
+        return open_checkpoint(found.url, verify=verify).pieces
+    except (CheckpointDamaged, NoCheckpoint) as error:
+        why = error.problem if isinstance(error, CheckpointDamaged) else error.reason
+        problem = f"it holds the rows that changed since {record.name}, which is damaged: {why}"
+        raise CheckpointDamaged(path=place.url, problem=problem) from None
+
+
+def _base_place(place: Place, record: BaseRecord) -> Place | None:
+    """The base, beside it; or one level up, where later checkpoints of an earlier run were set aside."""
+    # A path may be relative, or a link to the checkpoint.
+    url = place.url.rstrip("/") if place.local is None else str(place.local.resolve())
+    beside = url.rpartition("/")[0]
+    for folder in (beside, beside.rpartition("/")[0]):
+        there = Place.at(f"{folder}/{record.name}") if folder else None
+        if there is not None and there.has(MANIFEST) and _manifest_hash(there) == record.sha256:
+            return there
+    return None
+
+
+def _manifest_hash(place: Place) -> str:
+    with place.open(MANIFEST) as source:
+        return hashlib.sha256(source.read()).hexdigest()
+
+
+def _base_record(base: str) -> BaseRecord:
+    place = Place.at(base)
+    return BaseRecord(_name(place), _manifest_hash(place))
+
+
+def _bases(place: Place) -> Iterator[str]:
+    """Names of the checkpoints that this one builds on, as far as they can be read."""
+    try:
+        with place.open(MANIFEST) as source:
+            record = decode_manifest(source.read(), place.url).base
+    except (OSError, CheckpointError):
+        return
+    # An older one: what a damaged manifest names cannot lead in a circle.
+    if record is None or (step_of(record.name) or 0) >= (step_of(_name(place)) or 0):
+        return
+    if (found := _base_place(place, record)) is not None:
+        yield record.name
+        yield from _bases(found)
 
 
 def check_fits(
@@ -261,8 +331,9 @@ def check_fits(
 class Pieces(PartReader):
     """Whole tensors by piece name. Each look-up reads from the files into fresh memory."""
 
-    def __init__(self, place: Place, described: Manifest) -> None:
-        self._place = place
+    def __init__(self, place: Place, described: Manifest, base: Pieces | None = None) -> None:
+        self._place, self._base = place, base
+        self._merged: dict[str, MergedKeys] = {}
         self._num_bytes = {name: record.bytes for name, record in described.files.items()}
         self._entries: dict[str, dict[str, safetensors_file.Entry]] = {}
         self._parts: dict[str, list[PieceRecord]] = {}
@@ -270,19 +341,44 @@ class Pieces(PartReader):
             self._parts.setdefault(record.name, []).append(record)
 
     def __getitem__(self, name: str) -> Tensor:
-        shape, _ = self.describe(name)
-        return self.part(name, (0,) * len(shape), shape)
+        changed = self._parts[name][0].changed_keys
+        if not changed:
+            return self._own(name)
+        keys = self._keys(changed)
+        if name == changed:
+            return torch.from_numpy(keys.keys)
+        assert self._base is not None
+        return keys.merge(self._base[name], self._own(name))
+
+    def _own(self, name: str) -> Tensor:
+        """As it is in this checkpoint."""
+        shape = tuple(self._parts[name][0].global_shape)
+        return self._own_part(name, (0,) * len(shape), shape)
+
+    def _keys(self, name: str) -> MergedKeys:
+        if name not in self._merged:
+            assert self._base is not None
+            self._merged[name] = merged(
+                self._base[name].numpy(), self._own(name).numpy(), self._own(GONE + name).numpy()
+            )
+        return self._merged[name]
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """What lies there, from all the files that have some of it."""
+        if not self._parts[name][0].changed_keys:
+            return self._own_part(name, offset, shape)
+        within = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+        return self[name][within].clone()
+
+    def _own_part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         parts, wanted = self._parts[name], _Box(tuple(offset), tuple(shape))
         if not math.prod(wanted.shape):
-            return torch.empty(wanted.shape, dtype=self.describe(name)[1])
+            return torch.empty(wanted.shape, dtype=safetensors_file.dtype_of(parts[0].dtype))
         boxes = [_Box(tuple(part.offset), tuple(part.shape)) for part in parts]
         for part, box in zip(parts, boxes, strict=True):
             if (common := box.common(wanted)) == wanted:
                 return self._read(part, common.seen_from(box))
-        result = torch.empty(wanted.shape, dtype=self.describe(name)[1])
+        result = torch.empty(wanted.shape, dtype=safetensors_file.dtype_of(parts[0].dtype))
         covered = torch.zeros(wanted.shape, dtype=torch.bool)
         for part, box in zip(parts, boxes, strict=True):
             common = box.common(wanted)
@@ -306,13 +402,30 @@ class Pieces(PartReader):
     def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of the whole tensor, without reading it."""
         record = self._parts[name][0]
-        return tuple(record.global_shape), safetensors_file.dtype_of(record.dtype)
+        shape = tuple(record.global_shape)
+        if record.changed_keys:
+            shape = (len(self._keys(record.changed_keys).keys), *shape[1:])
+        return shape, safetensors_file.dtype_of(record.dtype)
 
     def check(self) -> None:
         """Compare every record with the header of its file. CheckpointDamaged where they differ; no tensor is read."""
         for parts in self._parts.values():
             for record in parts:
                 self._entry(record)
+                if record.changed_keys and (problem := self._not_changes_of_base(record)):
+                    raise CheckpointDamaged(path=self._place.url, problem=problem)
+
+    def _not_changes_of_base(self, record: PieceRecord) -> str | None:
+        """Why this cannot be rows that changed since the base."""
+        keys = self._parts.get(record.changed_keys)
+        if self._base is None or keys is None or GONE + record.changed_keys not in self._parts:
+            return f"{record.name} has changed rows only, and nothing says of which"
+        if (record.name not in self._base) or not record.shape or record.shape[0] != keys[0].shape[0]:
+            return f"the changed rows of {record.name} are not rows of its base"
+        shape, dtype = self._base._parts[record.name][0].shape, self._base._parts[record.name][0].dtype
+        if shape[1:] != record.shape[1:] or dtype != record.dtype:
+            return f"the changed rows of {record.name} are {record.dtype}{record.shape[1:]}, those of its base {dtype}{shape[1:]}"
+        return None
 
     def _read(self, record: PieceRecord, within: _Box) -> Tensor:
         entry = self._entry(record)
@@ -405,6 +518,7 @@ def _lay_out(pieces: list[Piece], of_rank: str = "") -> _Layout:
                 shape=list(tensor.shape),
                 global_shape=list(piece.global_shape),
                 offset=list(piece.offset),
+                changed_keys=piece.changed_keys,
             )
         )
     return layout
@@ -463,12 +577,15 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def newest_first(
-    directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]
+    directory: str | os.PathLike[str],
+    on_damaged: Callable[[CheckpointDamaged], None],
+    *,
+    verify_base: bool = True,
 ) -> Iterator[Checkpoint]:
     """Those that are whole, opened when asked for; every one that is not is told to `on_damaged`."""
     for place in reversed(_steps(directory)):
         try:
-            found = open_checkpoint(place.url)
+            found = open_checkpoint(place.url, verify_base=verify_base)
             if found.progress.get("step") != step_of(_name(place)):
                 raise CheckpointDamaged(
                     path=place.url,
@@ -482,14 +599,17 @@ def newest_first(
 
 
 def newest_checkpoint(
-    directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]
+    directory: str | os.PathLike[str],
+    on_damaged: Callable[[CheckpointDamaged], None],
+    *,
+    verify_base: bool = True,
 ) -> Checkpoint | None:
     """The newest that is whole. None when there is none."""
-    return next(newest_first(directory, on_damaged), None)
+    return next(newest_first(directory, on_damaged, verify_base=verify_base), None)
 
 
 def prune(directory: str | os.PathLike[str], keep_last: int, protect: Iterable[str] = ()) -> list[str]:
-    """Remove all but the last `keep_last` and those in `protect`; return what went.
+    """Remove all but the last `keep_last`, those in `protect` and what these build on; return what went.
 
     The newest that is whole always stays: the one before is given up only
     once a newer one has been read back and verified.
@@ -502,13 +622,20 @@ def prune(directory: str | os.PathLike[str], keep_last: int, protect: Iterable[s
     places = [place for place in _steps(directory)[:-keep_last] if _name(place) not in kept]
     if not places:
         return []
-    newest = newest_checkpoint(directory, on_damaged=lambda damage: None)
+    newest = newest_checkpoint(directory, on_damaged=lambda damage: None, verify_base=False)
     if newest is None:
         return []  # nothing is whole, so nothing is spare
-    going = [place for place in places if place.url != newest.path]
+    names = {_name(place) for place in places} - {_name(Place.at(newest.path))}
+    staying = [place for place in _steps(directory) if _name(place) not in names]
+    staying += [place for aside in _set_aside(directory) for place in _steps(aside.url)]
+    needed = {name for place in staying for name in _bases(place)}
+    going = [place for place in places if _name(place) in names - needed]
     for place in going:
         remove(place)
     return [place.url for place in going]
+
+
+_ASIDE = "before-"
 
 
 def set_aside(directory: str | os.PathLike[str], *, after_step: int) -> str | None:
@@ -522,11 +649,16 @@ def set_aside(directory: str | os.PathLike[str], *, after_step: int) -> str | No
     later = [name for name in names if (step := step_of(name)) is not None and step > after_step]
     if not later:
         return None
-    aside = place.child(next(name for n in count(1) if (name := f"before-{n}") not in names))
+    aside = place.child(next(name for n in count(1) if (name := f"{_ASIDE}{n}") not in names))
     place.fs.makedirs(aside.path, exist_ok=True)
     for name in later:
         place.fs.mv(place.child(name).path, aside.child(name).path, recursive=True)
     return aside.url
+
+
+def _set_aside(directory: str | os.PathLike[str]) -> list[Place]:
+    place = Place.at(directory)
+    return [place.child(name) for name in place.names() if name.startswith(_ASIDE)]
 
 
 def _steps(directory: str | os.PathLike[str]) -> list[Place]:
@@ -543,6 +675,7 @@ def _name(place: Place) -> str:
 
 
 FORMAT = 1
+FORMAT_WITH_BASE = 2  # of a checkpoint that holds changed rows of tables
 
 _TAIL = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n}\n\Z')
 _TAIL_BYTES = len(',\n"sha256": ""\n}\n') + 64
@@ -559,7 +692,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class PieceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PieceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """File and key of one tensor, or one part of one. Tied weights are two records of one key."""
 
     name: str
@@ -569,6 +702,14 @@ class PieceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: list[Size]
     global_shape: list[Size]
     offset: list[Size]
+    changed_keys: str = ""
+
+
+class BaseRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The checkpoint that an incremental one builds on: its directory's name, and the sha256 of its manifest."""
+
+    name: str
+    sha256: str
 
 
 class _Parts(msgspec.Struct, frozen=True):
@@ -578,7 +719,7 @@ class _Parts(msgspec.Struct, frozen=True):
     pieces: list[PieceRecord]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The table of contents of a checkpoint."""
 
     format: int
@@ -587,6 +728,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     progress: Any  # as runtime/serialization.py writes it
     files: dict[str, FileRecord]
     pieces: list[PieceRecord]
+    base: BaseRecord | None = None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -616,14 +758,16 @@ def decode_manifest(text: bytes, path: str) -> Manifest:
     try:
         fields = json.loads(text)
         del fields["sha256"]
-        if isinstance(number := fields.get("format"), int) and number > FORMAT:
+        if isinstance(number := fields.get("format"), int) and number > FORMAT_WITH_BASE:
             raise CheckpointError(
                 f"the checkpoint {path} has format {number} (written by shoal {fields.get('shoal')}), and this version "
-                f"reads format {FORMAT}. Nothing was changed; load it with the version that wrote it."
+                f"reads format {FORMAT_WITH_BASE}. Nothing was changed; load it with the version that wrote it."
             )
         manifest = msgspec.convert(fields, Manifest)
-        if manifest.format != FORMAT:
+        if manifest.format != (FORMAT if manifest.base is None else FORMAT_WITH_BASE):
             raise ValueError(f"its format is {manifest.format}")
+        if manifest.base is not None and step_of(manifest.base.name) is None:
+            raise ValueError(f"it builds on '{manifest.base.name}', which is no checkpoint's name")
         _check_pieces(manifest.pieces)
     except (RecursionError, ValueError) as error:  # JSON's and msgspec's are ValueErrors
         raise CheckpointDamaged(path=path, problem=f"{MANIFEST} cannot be understood: {error}") from None

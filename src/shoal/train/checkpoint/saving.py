@@ -19,7 +19,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
@@ -29,8 +29,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.cluster.worker import session
 from shoal.data.batches import Batches
 from shoal.errors import CheckpointDamaged, CheckpointError, NoCheckpoint, OptimizerMismatch
-from shoal.parallel.protocol import HoldsParts, Leased, PeriodicSync, Piece, PieceReader
+from shoal.parallel.loss_scale import LARGEST, LossScale
+from shoal.parallel.protocol import (
+    HoldsParts,
+    Leased,
+    PeriodicSync,
+    Piece,
+    PieceReader,
+    TracksRows,
+)
 from shoal.parallel.state import MODEL, expected_shapes, optimizer_settings, plain_tensors
+from shoal.ps.client.bulk_transfer import RowStamps
 from shoal.runtime import recorder, scratch
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.serialization import from_plain, to_plain, unlike
@@ -46,7 +55,7 @@ from shoal.train.checkpoint.checkpoint import (
     step_path,
     write_checkpoint,
 )
-from shoal.train.checkpoint.storage import Place
+from shoal.train.checkpoint.storage import MANIFEST, Place
 from shoal.train.progress import FitStart, History, Position
 
 if TYPE_CHECKING:
@@ -78,18 +87,22 @@ def save_checkpoint(
 ) -> str:
     """Everything needed to go on, at any number of workers. A snapshot goes with the job: nobody is told to go on from it.
 
-    In the background, training waits for a copy of the state in memory; without room for one, for the disk.
+    In the background, training waits for a copy of the state in memory; without room for one, for the disk. Of tables on
+    servers it then holds the rows that changed since the one before, as often as ModelCheckpoint's `full_every` says.
     """
     home = directory or _homes(trainer)[0]
     path = step_path(home, trainer.step)
     writer, previous = trainer.checkpoints, trainer.progress.newest_checkpoint
     writer.wait(is_back_pressure=background)
-    write = _writing(trainer, path, previous)
+    full_every = max((each.full_every for each in trainer.callbacks), default=1) if background else 1
+    increment = trainer.increments.begin(home, trainer.step, full_every=full_every)
+    write = _writing(trainer, path, previous, increment)
     failpoint("worker: checkpoint not written")
 
     def written() -> None:
         if trainer.rank == 0:
             session.saved(path, step)
+            trainer.increments.written(increment, path)
 
     step = trainer.step
     if write is not None:
@@ -106,7 +119,7 @@ def save_checkpoint(
 
 
 def _writing(
-    trainer: Trainer, path: str, previous: str | None
+    trainer: Trainer, path: str, previous: str | None, increment: Increment
 ) -> Callable[[bool], Callable[[], None] | None] | None:
     """Collect what this rank writes. Collective; None on a rank that writes nothing.
 
@@ -130,13 +143,19 @@ def _writing(
 
         num_sharers = trainer.job.num_workers
     else:
-        pieces = [*snapshot_pieces(trainer, path), *_metric_pieces(trainer)]
+        state = (
+            strategy.state_with_changes(increment.changes)
+            if isinstance(strategy, TracksRows) and increment.changes is not None
+            else snapshot_pieces(trainer, path)
+        )
+        pieces = [*state, *_metric_pieces(trainer)]
         if trainer.rank != 0:
             return None
         progress, num_sharers = _to_save(trainer), 1
+        base = increment.base if any(piece.changed_keys for piece in pieces) else None
 
         def write(held: list[Piece]) -> None:
-            write_checkpoint(path, held, progress=progress, previous=previous)
+            write_checkpoint(path, held, progress=progress, previous=previous, base=base)
 
     def run(background: bool) -> Callable[[], None] | None:
         held = copied(pieces, trainer.checkpoints.copies, num_sharers=num_sharers) if background else None
@@ -146,6 +165,49 @@ def _writing(
         return None
 
     return run
+
+
+TABLE_BYTES = 16 << 20
+"""Tables with fewer bytes than this are written whole each time: nothing would be saved that anybody notices."""
+
+
+@dataclasses.dataclass(slots=True)
+class Increment:
+    """One checkpoint's part in the chain: what it builds on, and which rows are asked for."""
+
+    home: str
+    step: int
+    base: str | None
+    number: int
+    """Checkpoints since the last whole one; 0: it is one itself."""
+
+    changes: RowStamps | None
+    """None: nobody will ask what changed since."""
+
+
+class Increments:
+    """The newest checkpoint of each directory, as the base of the next; of this process alone, so a replacement begins anew."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, tuple[str, Increment]] = {}
+
+    def begin(self, home: str, step: int, *, full_every: int) -> Increment:
+        if full_every == 1:
+            return Increment(home, step, None, 0, None)
+        path, before = self._newest.get(home, ("", None))
+        if (
+            before is None
+            or before.changes is None
+            or before.number + 1 >= full_every
+            or before.step >= step  # it would be replaced by the one that needs it, or set aside
+            or before.changes.num_table_bytes < TABLE_BYTES
+            or not Place.at(path).has(MANIFEST)
+        ):
+            return Increment(home, step, None, 0, RowStamps({}))
+        return Increment(home, step, path, before.number + 1, RowStamps(before.changes.read_to))
+
+    def written(self, increment: Increment, path: str) -> None:
+        self._newest[increment.home] = path, increment
 
 
 def _writes_parts(trainer: Trainer, path: str) -> bool:
@@ -220,6 +282,8 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
     progress.num_skipped_steps = saved["skipped_steps"]
     if trainer.scheduler is not None and saved["scheduler"] is not None:
         load_scheduler(trainer.scheduler, saved["scheduler"], path=found.path)
+    if trainer.train_job.loss_scale is not None and saved.get("loss_scale") is not None:
+        trainer.train_job.loss_scale = LossScale(**saved["loss_scale"])
     trainer.callbacks.load_state(saved["callbacks"])
     kept = {
         name.removeprefix(_METRICS): found.pieces[name] for name in found.pieces if name.startswith(_METRICS)
@@ -308,6 +372,11 @@ class _Leases(msgspec.Struct):
     counted: list[list[Size]]
 
 
+class _SavedScale(msgspec.Struct):
+    value: Annotated[float, msgspec.Meta(ge=1.0, le=LARGEST)]
+    num_good: Size
+
+
 class _Progress(msgspec.Struct, kw_only=True):
     """The progress of a checkpoint, as `_to_save` writes it."""
 
@@ -319,6 +388,7 @@ class _Progress(msgspec.Struct, kw_only=True):
     skipped_steps: Size
     optimizer: _Optimizer
     scheduler: _Scheduler | None
+    loss_scale: _SavedScale | None = None
     callbacks: list[_CallbackState]
     data: dict[str, Any]
     seed: Any
@@ -361,6 +431,7 @@ def _to_save(trainer: Trainer) -> dict[str, Any]:
         "skipped_steps": progress.num_skipped_steps,
         "optimizer": optimizer_settings(trainer.local_model, optimizer),
         "scheduler": scheduler_state(trainer.scheduler) if trainer.scheduler is not None else None,
+        "loss_scale": dataclasses.asdict(scale) if (scale := trainer.train_job.loss_scale) else None,
         "callbacks": trainer.callbacks.state(),
         "data": progress.data_description,
         "seed": trainer.config.seed,
