@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.config.row_policy import MOST_SIGHTINGS, RowPolicy
 from shoal.runtime.transport.framing import MAGIC, VERSION
 from shoal.runtime.transport.messages import MESSAGES
 from shoal.runtime.transport.messages.message import Message
@@ -60,6 +61,10 @@ def value_at_limits(kind: Any, rng: random.Random) -> Any:
             return tuple(value_at_limits(each, rng) for each in items)
         case info.StructType(cls=cls, fields=fields):
             return cls(**{field.name: value_at_limits(field.type, rng) for field in fields})
+        case info.DataclassType(cls=cls) if cls is RowPolicy:  # it checks itself, as its types alone do not
+            most = (1 << 48) - 1
+            at_limits = {"ttl_steps": most, "ttl_s": 1e-9, "max_rows": most, "keep": {"age": -1e308}}
+            return cls(admit_after=MOST_SIGHTINGS, sweep_every=rng.choice([1, most]), **at_limits)
         case info.UnionType(types=types):
             return value_at_limits(rng.choice(types), rng)
     raise AssertionError(f"unknown type {kind}")

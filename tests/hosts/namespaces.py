@@ -255,6 +255,19 @@ class Host:
         commands = f"link set lo up\naddr add {self.address}/24 dev {INTERFACE}\nlink set {INTERFACE} up\n"
         _run_in_network(pid, "ip", "-batch", "-", input=commands)
 
+    def add_interface(self, name: str, address: str, bridge: str) -> None:
+        """One more cable, to another bridge of the cluster (`Cluster.add_bridge`). It is gone after `kill`."""
+        pid, port = self._running().pid, f"{self.name}.{name}"
+        self._cluster.switch(
+            "ip", *f"link add {port} up master {bridge} type veth peer name {name} netns {pid}".split()
+        )
+        _run_in_network(
+            pid, "ip", "-batch", "-", input=f"addr add {address}/24 dev {name}\nlink set {name} up\n"
+        )
+
+    def sent_bytes(self, interface: str = INTERFACE) -> int:
+        return int(self.read(f"/sys/class/net/{interface}/statistics/tx_bytes"))
+
     def _shape(self) -> None:
         # Both ends of the cable are shaped where packets leave; at arrival the kernel can only police.
         tc = ("tc", "qdisc", "replace", "dev")
@@ -330,6 +343,20 @@ class Cluster(Sequence[Host]):
     def switch(self, *command: str) -> str:
         """Run a command where the bridge is: `ip` and `tc` on `host.port`, say."""
         return _run_in_network(self._switch.pid, *command)
+
+    def add_bridge(self, name: str) -> None:
+        """Another network, for `Host.add_interface`."""
+        self.switch("ip", "link", "add", name, "up", "type", "bridge")
+
+    @contextlib.contextmanager
+    def network(self) -> Iterator[None]:
+        """As `Host.network`, where the bridges are."""
+        with open("/proc/thread-self/ns/net") as own, open(f"/proc/{self._switch.pid}/ns/net") as here:
+            _set_namespace(here, _CLONE_NEWNET)
+            try:
+                yield
+            finally:
+                _set_namespace(own, _CLONE_NEWNET)
 
     def close(self) -> None:
         for host in self.hosts:

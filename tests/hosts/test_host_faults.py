@@ -253,6 +253,25 @@ def test_hosts_that_never_come_are_named_and_the_others_let_go(
         assert job.processes() == []
 
 
+def test_a_host_whose_disk_is_full_says_so_and_the_head_goes_on_waiting(
+    start_cluster: Callable[[int], Cluster], zygote: Zygote, shared_folder: Path
+) -> None:
+    cluster = start_cluster(2)
+    cluster[1].run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/srv"])
+    cluster[1].run(["sh", "-c", "cat /dev/zero > /srv/full"], check=False)
+    job = HostsJob(cluster, zygote, shared_folder, SCRIPT, own_disks=True)
+    with contextlib.closing(job):
+        job.start(2, str(shared_folder), joining=[])
+        assert job.join(1).wait() == 2
+        told = " ".join(job.output(1).split())
+        assert "cannot keep its files of the run job in /srv/runs: No space left on device." in told
+        assert "Traceback" not in told
+        assert job.head.poll() is None
+        job.head.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+        assert job.processes() == []
+
+
 def test_interrupting_the_head_ends_all_hosts_with_its_code(gated: Start) -> None:
     run = gated(3, 3)
     run.job.head.send_signal(signal.SIGINT)

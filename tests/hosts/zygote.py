@@ -31,6 +31,10 @@ from typing import Any
 
 from setproctitle import getproctitle
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from large_pages import use_large_pages
+
 _NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "ipc": 0x08000000, "mnt": 0x00020000, "pid": 0x20000000}
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -107,11 +111,15 @@ class Zygote:
 
 def _serve(line: socket.socket) -> None:
     from shoal.cluster.launch import roles
+    from shoal.cluster.supervisor import warm_parent_main
 
-    for name in (*roles.PRELOAD, roles.PRELOAD_WITH_MESH, "shoal.train.metrics", "shoal.cli"):
-        importlib.import_module(name)
     for name in ("shoal.cluster.hosts.opening", "shoal.cluster.launch.api", "shoal.cluster.hosts.authority"):
         importlib.import_module(name)
+    # All that any warm parent would: it then imports, compiles and freezes nothing of its own.
+    warm_parent_main.import_everything(
+        [roles.PRELOAD_WITH_MESH, *roles.PRELOAD_WITH_SERVERS, "shoal.train.metrics", "shoal.cli"]
+    )
+    use_large_pages(os.getpid())
     getproctitle()  # while the environment is where the kernel put it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:

@@ -1,1 +1,1 @@
-"""The processes of a job: who starts them, who watches them, how they agree."""
+"""Processes of a job: coordinator, supervisor, worker, hosts, launch, and the ledger of what they trained."""

@@ -16,7 +16,7 @@ from shoal.config.faults import Fault
 
 
 class _MadeToFail(Exception):
-    """What a fault of kind "raise" raises: to shoal it is the user's own exception."""
+    """Exception of a fault of kind "raise": to shoal it is the user's own."""
 
 
 class _Armed:

@@ -18,6 +18,7 @@ file's text is part of the directory's name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
@@ -218,15 +219,18 @@ def _mark(module: str) -> Path | None:
     if _DIRECTORY is None or found is None or found.origin is None:
         return None
     source = os.stat(found.origin)
-    facts = [found.origin, source.st_mtime_ns, source.st_size, version("numba"), _processor()]
+    facts = [found.origin, source.st_mtime_ns, source.st_size, *_compiled_for()]
     return _DIRECTORY / f"ready-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
 
 
-def _processor() -> str:
+@functools.cache
+def _compiled_for() -> tuple[str, str]:
+    """numba's version and the processor."""
     with contextlib.suppress(OSError):
         facts = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        return "".join(line for line in facts if line.startswith(("model name", "flags", "Features")))
-    return platform.processor()
+        processor = "".join(line for line in facts if line.startswith(("model name", "flags", "Features")))
+        return version("numba"), processor
+    return version("numba"), platform.processor()
 
 
 def is_compiled(module: str) -> bool:

@@ -25,7 +25,7 @@ def available_bytes() -> int:
 
 
 def _cgroup_rooms() -> list[int]:
-    """What the limits of this process's control groups leave, of both versions, from its own up to the root."""
+    """Memory left by the limits of this process's control groups, of both versions, from its own up to the root."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -65,7 +65,7 @@ _KIND_SHIFT, _DEPTH_SHIFT, _STEP_MASK = 32, 40, (1 << 32) - 1
 
 
 class Recorder:
-    """What one process has done. Written by one thread, read by the sampler's.
+    """Spans and sums of one process. Written by one thread, read by the sampler's.
 
     Sums only grow, so a reader that sees one of them a moment too early sees the rest the next time.
     """

@@ -177,6 +177,29 @@ def put(rows: Any, places: Any, out: Any) -> None:
             to[d] = row[d]
 
 
+@floating_kernel(
+    lambda dtype: (
+        matrix(dtype),
+        vector(types.int32),
+        vector(types.uint8, written=True),
+        matrix(dtype, written=True),
+    )
+)
+def add(rows: Any, places: Any, is_there: Any, out: Any) -> None:
+    """out[places] += rows; what is not there yet becomes the row itself, so that a negative zero stays one."""
+    for i in range(len(places)):
+        ask_ahead(places, i, out)
+        place = places[i]
+        to, row = out[place], rows[i]
+        if is_there[place]:
+            for d in range(len(row)):
+                to[d] += row[d]
+        else:
+            is_there[place] = 1
+            for d in range(len(row)):
+                to[d] = row[d]
+
+
 # ---- lists of several ranks ---------------------------------------------------------------------------
 
 _LAST = np.iinfo(np.int64).max  # no id: the list is at its end

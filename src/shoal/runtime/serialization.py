@@ -3,9 +3,9 @@
 Two forms. JSON, for the readable part of checkpoints (`to_plain`): JSON has no
 tuple, no infinity and no integer keys, so they are written as one-entry
 objects whose key starts with "$". Msgpack, for values with tensors and arrays:
-in one piece (`encode`), or a header with the arrays beside it, to be sent one by
-one (`pack`) or mapped from a file (`pack_bytes`). A value that could not be
-given back exactly is refused by name. Loads neither torch nor numpy by itself.
+small ones in one piece (`encode`), or a header with the arrays beside it, to be
+sent one by one (`pack`) or behind each other (`dumps`). A value that could not
+be given back exactly is refused by name. Loads neither torch nor numpy by itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def to_plain(value: Any, where: str) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` was given."""
+    """Inverse of `to_plain`."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):
@@ -155,7 +155,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """What `encode` was given; arrays in memory of their own, to be written to."""
+    """Inverse of `encode`; arrays in memory of their own, to be written to."""
     return _decoder.decode(data)
 
 
@@ -166,7 +166,7 @@ def pack(value: Any, hook: Hook | None = None) -> tuple[bytes, list[Any]]:
 
 
 def unpack(header: bytes | memoryview, leaves: Sequence[Any], unhook: Unhook | None = None) -> Any:
-    """What `pack` was given, with these leaves."""
+    """Inverse of `pack`, with these leaves."""
     rest = iter(leaves)
     return _unpacked(header, lambda spec: next(rest), unhook)
 
@@ -178,39 +178,28 @@ def leaf_specs(header: bytes | memoryview) -> list[LeafSpec]:
     return found
 
 
-def pack_bytes(value: Any, hook: Hook | None = None) -> tuple[bytes, list[memoryview]]:
-    """Header and leaves as bytes, each leaf to be written at the next multiple of 64 after the one before."""
-    header, leaves = pack(value, hook)
-    return header, [raw_bytes(leaf) for leaf in leaves]
-
-
-def unpack_bytes(header: bytes | memoryview, body: Any, unhook: Unhook | None = None) -> Any:
-    """What `pack_bytes` was given; tensors and arrays are views of `body`, which may be written if that may."""
-    view, at = memoryview(body), 0
-
-    def next_leaf(spec: LeafSpec) -> Any:
-        nonlocal at
-        begin, at = at, at + spec.num_bytes + padding(spec.num_bytes)
-        return spec.leaf(view[begin : begin + spec.num_bytes])
-
-    return _unpacked(header, next_leaf, unhook)
-
-
 def dumps(value: Any, hook: Hook | None = None) -> bytes:
     """Header and aligned leaves in one piece, for `loads`."""
-    header, leaves = pack_bytes(value, hook)
+    header, leaves = pack(value, hook)
     head = len(header).to_bytes(8, "little") + header
     parts: list[bytes | memoryview] = [head, bytes(padding(len(head)))]
-    for leaf in leaves:
+    for leaf in map(raw_bytes, leaves):
         parts += [leaf, bytes(padding(len(leaf)))]
     return b"".join(parts)
 
 
 def loads(data: bytes | bytearray | memoryview, unhook: Unhook | None = None) -> Any:
-    """What `dumps` was given, in memory of its own."""
+    """Inverse of `dumps`, in memory of its own: tensors and arrays may be written."""
     content = memoryview(bytearray(data))  # writable, and aligned from its beginning on
     begin = 8 + int.from_bytes(content[:8], "little")
-    return unpack_bytes(content[8:begin], content[begin + padding(begin) :], unhook)
+    at = begin + padding(begin)
+
+    def next_leaf(spec: LeafSpec) -> Any:
+        nonlocal at
+        first, at = at, at + spec.num_bytes + padding(spec.num_bytes)
+        return spec.leaf(content[first : first + spec.num_bytes])
+
+    return _unpacked(content[8:begin], next_leaf, unhook)
 
 
 def padding(length: int) -> int:

@@ -118,6 +118,27 @@ def test_a_host_that_joins_twice_is_refused(open_head: Callable[..., Head]) -> N
         head.join()
 
 
+def test_a_clone_behind_the_same_address_is_another_host_and_the_machine_itself_may_come_back(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "AGENT_TIMEOUT_S", 0.0)  # the first one's agent does not come
+    monkeypatch.setattr(joining, "SEAT_TIMEOUT_S", 0.2)
+    head = open_head()
+    first = head.join()
+    own = joining.machine_id("127.0.0.1")
+    with monkeypatch.context() as patch:
+        # The same name, seen from the same address; a network card of its own.
+        patch.setattr(joining, "machine_id", lambda own_address: bytes(32))
+        clone = head.join()
+    again = head.join()
+    assert [(each.number, each.credentials.incarnation) for each in (first, clone, again)] == [
+        (1, 0),
+        (2, 0),
+        (1, 1),
+    ]
+    assert {number: seat.machine for number, seat in head.door.seats.items()} == {1: own, 2: bytes(32)}
+
+
 def test_named_hosts_get_the_number_of_their_name_and_others_are_refused(
     open_head: Callable[..., Head], hostnames: Callable[[str], None]
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal.config.row_policy import RowPolicy
 from shoal.errors import WireError
 from shoal.runtime.transport.framing import (
     MAGIC,
@@ -29,6 +30,16 @@ from shoal.runtime.transport.messages.supervisor import Progress
 from shoal.runtime.transport.messages.worker_coordinator import Leave, StoreGet, StoreSet
 
 FRAMES = FrameLimits(header_bytes=1 << 20, num_frames=8, frames_bytes=1 << 20)
+
+COUNTS = st.integers(1, 1 << 20)
+POLICIES = st.builds(
+    RowPolicy,
+    admit_after=COUNTS,
+    ttl_steps=st.none() | COUNTS,
+    max_rows=st.none() | COUNTS,
+    keep=st.sampled_from(["recent", "frequent", {"sightings": 1.0, "age": -0.5}]),
+    sweep_every=COUNTS,
+)
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
@@ -57,6 +68,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
             return st.dictionaries(values_of(key), values_of(value), max_size=4)
         case info.TupleType(item_types=items):
             return st.tuples(*(values_of(each) for each in items))
+        case info.DataclassType(cls=cls) if cls is RowPolicy:
+            return POLICIES
         case info.StructType(cls=cls, fields=fields):
             return st.builds(cls, **{field.name: values_of(field.type) for field in fields})
         case info.UnionType(types=types):

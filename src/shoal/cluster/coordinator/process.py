@@ -46,9 +46,12 @@ MAX_UNSENT_BYTES = 32 << 20
 
 RECEIVE_BYTES = 64 * 1024
 
+MAX_SLEEP_S = 3600.0
+"""epoll takes no more than 24 days, and a client may ask to wait for longer."""
+
 
 @dataclass(slots=True, eq=False)
-class _Connection:
+class _ClientConnection:
     """One client's socket."""
 
     number: int
@@ -88,7 +91,7 @@ class Coordinator:
         self._config, self._write, self._supervisor = config, write, supervisor
         self._coordination = Coordination(config, journaled, now=time.monotonic())
         self._due: deque[Action] = deque()  # decided in this turn, not yet done
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, _ClientConnection] = {}
         self._num_accepted = 0
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_connections = (1 << 20 if num_files == resource.RLIM_INFINITY else num_files) - 32
@@ -159,14 +162,14 @@ class Coordinator:
             return
         sock.setblocking(False)
         self._num_accepted += 1
-        connection = _Connection(self._num_accepted, sock, time.monotonic(), is_remote=is_remote)
+        connection = _ClientConnection(self._num_accepted, sock, time.monotonic(), is_remote=is_remote)
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._coordination.connected(
             connection.number, is_supervisor=bool(pid) and pid == self._supervisor, pid=pid
         )
 
-    def _attend(self, connection: _Connection, mask: int) -> None:
+    def _attend(self, connection: _ClientConnection, mask: int) -> None:
         try:
             if mask & selectors.EVENT_WRITE:
                 self._flush(connection)
@@ -202,7 +205,7 @@ class Coordinator:
         except OSError:
             self._drop(connection)
 
-    def _flush(self, connection: _Connection) -> None:
+    def _flush(self, connection: _ClientConnection) -> None:
         with contextlib.suppress(BlockingIOError):
             while connection.unsent:
                 del connection.unsent[: connection.sock.send(connection.unsent)]
@@ -213,7 +216,7 @@ class Coordinator:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_writing else 0)
             self._selector.modify(connection.sock, events, connection)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: _ClientConnection) -> None:
         if connection.number not in self._connections:
             return
         self._due += self._coordination.gone(connection.number)
@@ -251,7 +254,9 @@ class Coordinator:
         deadlines = [each.since + self._config.liveness.join_timeout_s for each in self._strangers()]
         if self._coordination.deadline is not None:
             deadlines.append(self._coordination.deadline)
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        if not deadlines:
+            return None
+        return min(max(0.0, min(deadlines) - time.monotonic()), MAX_SLEEP_S)
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -261,7 +266,7 @@ class Coordinator:
                 self._count_refusal(f"it was connected for {now - each.since:.0f} s and never joined")
                 self._drop(each)
 
-    def _strangers(self) -> list[_Connection]:
+    def _strangers(self) -> list[_ClientConnection]:
         return [
             each
             for each in self._connections.values()

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from shoal.cluster.coordinator.journal_entries import ServerFilled, ServerLostStep
 from shoal.cluster.coordinator.slot_map import (
     NUM_SLOTS,
     Holders,
@@ -34,56 +35,11 @@ from shoal.cluster.coordinator.slot_map import (
     plan_moves,
     switch,
 )
-from shoal.runtime.transport.messages.server_coordinator import ServerView
+from shoal.runtime.transport.messages.server_coordinator import JoinServer, ServerView
+from shoal.runtime.transport.messages.supervisor import ReapedServer, ScaleServers
 
-# ---- events --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ServerJoined:
-    """A server has joined, empty."""
-
-    number: int
-    incarnation: int
-    address: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerRemoved:
-    """This incarnation and all before it are dead."""
-
-    number: int
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlotsCaughtUp:
-    """A server has these slots and follows their updates, in a view."""
-
-    number: int
-    incarnation: int
-    view: int
-    slots: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepUnrecoverable:
-    """A server reports, in a view, that a step which counts elsewhere never will on it: a rank's part in it is gone."""
-
-    number: int
-    incarnation: int
-    view: int
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleTo:
-    """Change the number of servers to 0..num_servers-1."""
-
-    num_servers: int
-
-
-Event: TypeAlias = ServerJoined | ServerRemoved | SlotsCaughtUp | StepUnrecoverable | ScaleTo
+Event: TypeAlias = JoinServer | ReapedServer | ServerFilled | ServerLostStep | ScaleServers
+"""What the journal keeps of servers: messages and entries, as they came."""
 
 # ---- actions -------------------------------------------------------------------------------------
 
@@ -171,17 +127,17 @@ class ServerGroup:
     def handle(self, event: Event) -> list[Action]:
         """Apply one event; return what must now be done, in order."""
         match event:
-            case ServerJoined(number, incarnation, address):
+            case JoinServer(number, incarnation, _, address):
                 if address and not self.is_fenced(number, incarnation):
                     self._addresses[number] = address
                 return self._join(number, incarnation)
-            case ServerRemoved(number, incarnation):
+            case ReapedServer(number, incarnation):
                 return self._die(number, incarnation)
-            case SlotsCaughtUp():
+            case ServerFilled():
                 return self._fill(event)
-            case StepUnrecoverable():
+            case ServerLostStep():
                 return self._lose_step(event)
-            case ScaleTo(num_servers):
+            case ScaleServers(num_servers):
                 return self._scale(num_servers)
 
     # ---- who is there ---------------------------------------------------------------------------
@@ -239,7 +195,7 @@ class ServerGroup:
         )
         return self._go_on(SlotMap(survivors.view, tuple(holders)))
 
-    def _lose_step(self, lost: StepUnrecoverable) -> list[Action]:
+    def _lose_step(self, lost: ServerLostStep) -> list[Action]:
         is_in = self.members.get(lost.number) == lost.incarnation
         if self.newest is None or not is_in or lost.view != self.view:
             return []  # the next view may know better, and is asked the same
@@ -312,7 +268,7 @@ class ServerGroup:
     def _num_wanted(self) -> int:
         return min(self.num_copies, self.num_servers)
 
-    def _fill(self, filled: SlotsCaughtUp) -> list[Action]:
+    def _fill(self, filled: ServerFilled) -> list[Action]:
         if self.newest is None or self.members.get(filled.number) != filled.incarnation:
             return []
         if filled.view != self.view:

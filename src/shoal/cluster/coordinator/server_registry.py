@@ -129,18 +129,8 @@ class ServerRegistry:
         """Apply the journal entries of a coordinator that died."""
         for fact in facts:
             match fact:
-                case JoinServer(number, incarnation, _, address):
-                    self._about(self._group.handle(server_group.ServerJoined(number, incarnation, address)))
-                case ReapedServer(number, incarnation):
-                    self._about(self._group.handle(server_group.ServerRemoved(number, incarnation)))
-                case ServerFilled(number, incarnation, view, slots):
-                    filled = server_group.SlotsCaughtUp(number, incarnation, view, tuple(slots))
-                    self._about(self._group.handle(filled))
-                case ServerLostStep(number, incarnation, view, rank):
-                    lost = server_group.StepUnrecoverable(number, incarnation, view, rank)
-                    self._about(self._group.handle(lost))
-                case ScaleServers(num_servers):
-                    self._about(self._group.handle(server_group.ScaleTo(num_servers)))
+                case JoinServer() | ReapedServer() | ServerFilled() | ServerLostStep() | ScaleServers():
+                    self._about(self._group.handle(fact))
                 case LeaseReturned(rank, incarnation, at):
                     self.leases.replaced(rank, incarnation, at)
                 case LeaseAsked(at, ask):
@@ -166,7 +156,7 @@ class ServerRegistry:
             reason = "this job has no servers"
             return [Answer(client, JoinRefused(reason)), DropClient(client, reason)]
         is_known = self._group.members.get(join.number) == join.incarnation
-        decided = self._group.handle(server_group.ServerJoined(join.number, join.incarnation, join.address))
+        decided = self._group.handle(join)
         for each in decided:
             if isinstance(each, server_group.RefuseChange):
                 return [Answer(client, JoinRefused(each.reason)), DropClient(client, each.reason)]
@@ -198,15 +188,13 @@ class ServerRegistry:
         line = self._lines[client]
         self._heartbeats.heard_at[line.number] = now
         if isinstance(message, StepLost):
-            lost = server_group.StepUnrecoverable(line.number, line.incarnation, message.view, message.rank)
+            lost = ServerLostStep(line.number, line.incarnation, message.view, message.rank)
             decided = self._group.handle(lost)
-            fact = ServerLostStep(lost.number, lost.incarnation, lost.view, lost.rank)
-            return [Persist(fact), *self._about(decided)] if decided else []
+            return [Persist(lost), *self._about(decided)] if decided else []
         if not isinstance(message, SlotsFilled):
             return []
         filled = ServerFilled(line.number, line.incarnation, message.view, message.slots)
-        event = server_group.SlotsCaughtUp(line.number, line.incarnation, message.view, tuple(message.slots))
-        return [Persist(filled), *self._about(self._group.handle(event))]
+        return [Persist(filled), *self._about(self._group.handle(filled))]
 
     def ask_servers(self, client: int, ask: AskServers, now: float) -> list[Action]:
         newest = self._group.newest
@@ -230,7 +218,6 @@ class ServerRegistry:
             if self._group.is_fenced(message.number, message.incarnation):
                 return []
             self._heartbeats.heard_at[message.number] = now
-            died = server_group.ServerRemoved(message.number, message.incarnation)
             fenced = [
                 other
                 for other, line in self._lines.items()
@@ -241,10 +228,10 @@ class ServerRegistry:
             return [
                 Persist(message),
                 *(DropClient(other) for other in fenced),
-                *self._about(self._group.handle(died)),
+                *self._about(self._group.handle(message)),
             ]
         before = self._group.num_servers
-        decided = self._group.handle(server_group.ScaleTo(message.num_servers))
+        decided = self._group.handle(message)
         for each in decided:
             if isinstance(each, server_group.RefuseChange):
                 return [Answer(client, ScaleRefused(each.reason))]

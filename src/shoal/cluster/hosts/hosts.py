@@ -36,7 +36,7 @@ from shoal.runtime.transport.tls import Credentials
 if TYPE_CHECKING:  # a job on one host has neither, and does not import what they need
     from shoal.cluster.hosts.authority import Authority
     from shoal.cluster.hosts.headship import Headship
-    from shoal.cluster.hosts.joining import Door, Joined
+    from shoal.cluster.hosts.joining import Door, JoinedHost
     from shoal.cluster.hosts.opening import SshStart
     from shoal.config.hosts import Resources
     from shoal.engines.protocol import Engine
@@ -416,7 +416,7 @@ class Hosts:
             return f"{said}; {cluster.config.on} gives no other: {words_of(error)}"
         return f"{said}; {cluster.config.on} was asked for another"
 
-    def _take_in(self, joined: Joined) -> None:
+    def _take_in(self, joined: JoinedHost) -> None:
         assert self.cluster is not None
         before = self._remote.get(joined.number)
         if before is not None:

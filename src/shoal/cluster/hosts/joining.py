@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
+import psutil
 
 import shoal
 from shoal.cluster.hosts import run_copy
@@ -164,7 +165,7 @@ class JobFacts(NamedTuple):
     """URL of the etcd in which the head is recorded."""
 
 
-class Joined(NamedTuple):
+class JoinedHost(NamedTuple):
     """A host agent that has connected with its certificate."""
 
     number: int
@@ -181,6 +182,8 @@ class HostSeat(NamedTuple):
     address: str
     num_cores: int
     sees_run_dir: bool
+    machine: bytes
+    """Behind a NAT several have one address, and clones have one name."""
 
 
 class Door:
@@ -208,7 +211,7 @@ class Door:
         self.seats: dict[int, HostSeat] = {}
         self.incarnations: dict[int, int] = {}
         self.refusals: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._joined: queue.SimpleQueue[Joined] = queue.SimpleQueue()
+        self._joined: queue.SimpleQueue[JoinedHost] = queue.SimpleQueue()
         self._listener, self._authority, self._facts, self._files = listener, authority, facts, files
         self._numbers, self._free = sorted(numbers), sorted(numbers)
         self._key = key.encode()
@@ -251,7 +254,7 @@ class Door:
         """The times at which the launches of the run began, for hosts that join from now on."""
         self._facts = self._facts._replace(launches=tuple(launches))
 
-    def joined(self) -> list[Joined]:
+    def joined(self) -> list[JoinedHost]:
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
         found = []
@@ -369,7 +372,7 @@ class Door:
             sees_run_dir = files.run_dir_mark == facts.run_dir_mark
             if not sees_run_dir:
                 run_copy.refuse_fork(proof.hostname, files.launches, files.alive, facts.launches)
-            self.seats[number] = HostSeat(proof.hostname, peer, proof.num_cores, sees_run_dir)
+            self.seats[number] = HostSeat(proof.hostname, peer, proof.num_cores, sees_run_dir, proof.machine)
             try:
                 certificate = self._authority.sign(proof.public_key, f"host-{number}", incarnation)
             except ValueError:
@@ -400,7 +403,7 @@ class Door:
 
             def free() -> int | None:
                 self._release_late()
-                before = self._seat_of(proof.hostname, peer)
+                before = self._seat_of(proof.machine)
                 if before is not None:
                     if self._admitted_at.get(before, math.inf) > time.monotonic() - AGENT_TIMEOUT_S:
                         return None
@@ -411,7 +414,7 @@ class Door:
             if number is None:
                 raise HostNotAdmitted(self._why_taken(proof, peer, numbers))
             self._free.remove(number)
-            self.seats[number] = HostSeat(proof.hostname, peer, proof.num_cores, False)
+            self.seats[number] = HostSeat(proof.hostname, peer, proof.num_cores, False, proof.machine)
             self._admitted_at[number] = time.monotonic()
             incarnation = self.incarnations[number] = self.incarnations.get(number, -1) + 1
             return number, incarnation
@@ -438,14 +441,11 @@ class Door:
             )
         return named
 
-    def _seat_of(self, hostname: str, peer: str) -> int | None:
-        same = (
-            number for number, seat in self.seats.items() if (seat.hostname, seat.address) == (hostname, peer)
-        )
-        return next(same, None)
+    def _seat_of(self, machine: bytes) -> int | None:
+        return next((number for number, seat in self.seats.items() if seat.machine == machine), None)
 
     def _why_taken(self, proof: HostProof, peer: str, numbers: list[int]) -> str:
-        if (number := self._seat_of(proof.hostname, peer)) is not None:
+        if (number := self._seat_of(proof.machine)) is not None:
             return f"{proof.hostname} ({peer}) is host {number} of this job already"
         if proof.wants < 0 and self._names.keys().isdisjoint(numbers):
             return (
@@ -481,7 +481,7 @@ class Door:
                 raise HostNotAdmitted(
                     f"host {ready.number} was given up; this agent is no longer part of the job"
                 )
-        self._joined.put(Joined(ready.number, ready.incarnation, stream, peer))
+        self._joined.put(JoinedHost(ready.number, ready.incarnation, stream, peer))
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"\0")
 
@@ -631,6 +631,7 @@ def _converse(
         protocol=roles.protocol_version(),
         clock=time.time(),
         num_cores=cores or available_cores(),
+        machine=machine_id(own_address),
         wants=wants,
         **own_versions(),
     )
@@ -674,6 +675,26 @@ def own_versions() -> dict[str, str]:
         "torch": metadata.version("torch"),
         "shoal": shoal.__version__,
     }
+
+
+def machine_id(own_address: str) -> bytes:
+    """Identity of this machine, as far as it has one: name, system id, network hardware, and its own address.
+
+    Each alone may be shared: the name by clones, the id by copies of a disk image, hardware addresses by containers
+    of several machines. Of several hosts on one machine each has an address of its own.
+    """
+    try:
+        system = Path("/etc/machine-id").read_bytes()
+    except OSError:
+        system = b""
+    hardware = {
+        each.address
+        for all_of_it in psutil.net_if_addrs().values()
+        for each in all_of_it
+        if each.family == psutil.AF_LINK
+    }
+    known = (platform.node().encode(), system, *map(str.encode, sorted(hardware)), own_address.encode())
+    return hashlib.sha256(b"\0".join(known)).digest()
 
 
 def file_hash(path: str) -> str:

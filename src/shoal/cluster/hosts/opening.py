@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import shlex
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.config.hosts import HostsConfig, parse_journal
 from shoal.config.liveness import LivenessConfig
 from shoal.engines import protocol, registry
-from shoal.errors import ClusterError, ConfigError, ShoalError, WireError
+from shoal.errors import ClusterError, ConfigError, RunDirectoryError, ShoalError, WireError
 from shoal.runtime import scratch
 from shoal.runtime.transport import interfaces, tls
 
@@ -293,9 +294,10 @@ def _serve(address: str, admission: Admission, run_dir: Path) -> tuple[int, Path
     with contextlib.ExitStack() as stack:
         here, copy = Path(facts.run_dir), None
         if not admission.sees_run_dir:
-            copy = RunCopy.claim(
-                run_dir, facts.job, facts.launches, lambda text: agent.localised_config(text, folder)
-            )
+            with _disk_problems(admission, run_dir):
+                copy = RunCopy.claim(
+                    run_dir, facts.job, facts.launches, lambda text: agent.localised_config(text, folder)
+                )
             stack.callback(copy.close)
             here = copy.path
             shutil.rmtree(here / scratch.NAME, ignore_errors=True)  # of an agent that was killed
@@ -303,7 +305,8 @@ def _serve(address: str, admission: Admission, run_dir: Path) -> tuple[int, Path
         script, folder = facts.script, None
         if facts.is_shipped:
             folder = here / f"shipped-{admission.number}"
-            copy_shipped(head, admission.credentials, folder)
+            with _disk_problems(admission, here):
+                copy_shipped(head, admission.credentials, folder)
             script = str(folder / Path(script).name)
         inbox = stack.enter_context(SignalInbox(signal.SIGUSR1, signal.SIGUSR2))
         warm = stack.enter_context(WarmParent(facts.job, preload=preload_for(script)))
@@ -325,6 +328,22 @@ def _serve(address: str, admission: Admission, run_dir: Path) -> tuple[int, Path
     if host.is_head_lost and copy is not None:
         _tell_copy(copy.path, admission)
     return code, None
+
+
+@contextlib.contextmanager
+def _disk_problems(admission: Admission, folder: Path) -> Iterator[None]:
+    """What the disk of this host does not take is said in one paragraph; whatever else goes wrong passes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        raise RunDirectoryError(
+            f"host {admission.number} cannot keep its files of the run {admission.facts.job} in {folder}: {error.strerror}. "
+            f"Nothing was started here, and the head waits; make room, or give --run-dir of another disk, and join again after "
+            f"{joining.AGENT_TIMEOUT_S:.0f} s, when the head has given this host's seat free.",
+            path=str(folder),
+        ) from None
 
 
 def _tell_copy(run: Path, admission: Admission) -> None:

@@ -56,7 +56,7 @@ _serials = itertools.count(1 << 32)
 
 
 @dataclass(slots=True, eq=False)
-class _Child:
+class _RemoteChild:
     serial: int
     fds: dict[str, int]  # name -> our copy of the descriptor that a local child would have
     unwritten: dict[str, deque[bytes]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class RemoteHost:
         self._ending = ""  # why it was told to end
         self.stopped: frozenset[int] = frozenset()
         self._stream, self._liveness, self._selector = stream, liveness, selector
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, _RemoteChild] = {}
         self._exits: deque[ChildExited] = deque()
         self._decoder = Decoder()
         self._unsent: deque[bytes] = deque()
@@ -125,7 +125,7 @@ class RemoteHost:
         ours = {name: os.dup(fd) for name, fd in fds.items() if name in OUTPUTS or name == "status"}
         for fd in ours.values():
             os.set_blocking(fd, False)
-        self._children[serial] = _Child(serial, ours)
+        self._children[serial] = _RemoteChild(serial, ours)
         outputs = [name for name in ours if name != "status"]
         self._say(ForkChild(serial, role, title, spec, outputs, "status" in ours, server))
         return serial
@@ -246,7 +246,7 @@ class RemoteHost:
                 raise WireError(f"an agent said {type(message).__name__}")
         self._flush_outputs()
 
-    def _output(self, child: _Child, name: str, data: bytes) -> None:
+    def _output(self, child: _RemoteChild, name: str, data: bytes) -> None:
         if name in child.fds:
             child.unwritten.setdefault(name, deque()).append(data)
 
@@ -270,7 +270,7 @@ class RemoteHost:
             if child.ended is not None and not any(child.unwritten.values()):
                 self._bury(child)
 
-    def _bury(self, child: _Child) -> None:
+    def _bury(self, child: _RemoteChild) -> None:
         if self._children.pop(child.serial, None) is None:
             return
         for fd in child.fds.values():
@@ -310,13 +310,13 @@ class RemoteHost:
             self._selector.modify(self._stream, events, self)
 
 
-def _tell_pid(child: _Child, pid: int | None) -> None:
+def _tell_pid(child: _RemoteChild, pid: int | None) -> None:
     tell, child.tell_pid = child.tell_pid, None
     if tell is not None:
         tell(pid)
 
 
-def _enlarge(child: _Child) -> None:
+def _enlarge(child: _RemoteChild) -> None:
     """Make room for all that has arrived, in pipes that will not be read before the child is reaped."""
     for name, waiting in child.unwritten.items():
         if waiting and name != "status":

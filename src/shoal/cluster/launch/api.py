@@ -132,20 +132,44 @@ def run(
     workers: int = 1,
     strategy: str | None = None,
     args: Sequence[str] = (),
+    on: str | None = None,
+    hosts: int | HostsConfig | None = None,
+    resources: str = "",
     **options: Any,
 ) -> RunResult:
     """Run a script as a job and return what came of it: `shoal run`, from Python.
 
     In a notebook, `script` may be a function without arguments: its source,
     with what it names of the notebook, is written into a script (see
-    `function_script.py`). `options` are the other fields of LaunchConfig.
-    Raises the ShoalError that ended the job, if one did.
+    `function_script.py`). `on` is an engine that gives `hosts` hosts with
+    `resources`, as for the command line. `options` are the other fields of
+    LaunchConfig. Raises the ShoalError that ended the job, if one did.
     """
+    if on is not None:
+        from shoal.cluster.hosts.engine_hosts import engine_hosts
+
+        if isinstance(hosts, HostsConfig):
+            raise ConfigError(
+                "shoal.run: on= has the engine choose the hosts, and hosts= names them. Nothing was started; give hosts= a number, or "
+                "leave on= out."
+            )
+        num_slots = 1 if hosts is None else hosts
+        hosts = engine_hosts(on, num_slots=num_slots, num_workers=workers, resources=resources)
+    elif isinstance(hosts, int) or resources:
+        raise ConfigError(
+            "shoal.run: hosts= and resources= are asked of an engine, and none is named. Nothing was started; name it with on=, or "
+            "give hosts= a HostsConfig."
+        )
     if not isinstance(script, (str, os.PathLike)):
         script = write_script(script, Path(options.get("run_dir", "runs")))
     try:
         config = LaunchConfig(
-            script=os.fspath(script), workers=workers, strategy=strategy, args=tuple(args), **options
+            script=os.fspath(script),
+            workers=workers,
+            strategy=strategy,
+            args=tuple(args),
+            hosts=hosts,
+            **options,
         )
     except TypeError as error:  # an option that LaunchConfig does not have
         raise ConfigError(f"shoal.run: {error}. Nothing was started.") from None

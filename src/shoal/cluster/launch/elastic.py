@@ -27,7 +27,7 @@ class Resize:
 
 
 class Elastic:
-    """What the user asked for, and what runs of it now."""
+    """Numbers that the user asked for, and those that run now."""
 
     def __init__(self, config: LaunchConfig, described: RunConfig, name: str, hosts: Hosts) -> None:
         self._hosts = hosts

@@ -25,9 +25,12 @@ from shoal.errors import ConfigError
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-def write_script(function: Callable[[], Any], run_dir: Path) -> str:
-    """Write the script that calls a function, named by its contents; return its path."""
-    text = script_of(function)
+def write_script(function: Callable[..., Any], run_dir: Path, *, call: str = "{}()", given: int = 0) -> str:
+    """Write the script that calls a function, named by its contents; return its path.
+
+    `call` is how, with the function's name in its braces, and with `given` arguments.
+    """
+    text = script_of(function, call=call, given=given)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     path = run_dir / "functions" / digest / f"{function.__name__}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +38,7 @@ def write_script(function: Callable[[], Any], run_dir: Path) -> str:
     return str(path)
 
 
-def script_of(function: Callable[[], Any]) -> str:
+def script_of(function: Callable[..., Any], *, call: str = "{}()", given: int = 0) -> str:
     """The text of a script that calls a function; ConfigError where it needs what a script cannot have."""
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
         raise ConfigError(
@@ -47,14 +50,16 @@ def script_of(function: Callable[[], Any]) -> str:
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    if needed:
+    if len(needed) > given:
         raise ConfigError(
-            f"{function.__name__} has arguments without a default ({', '.join(needed)}), and shoal.run calls it with none. Nothing "
-            "was started; give them defaults."
+            f"{function.__name__} has arguments without a default ({', '.join(needed)}), and shoal.run calls it with "
+            f"{given or 'none'}. Nothing was started; give the others defaults."
         )
     lines: dict[str, str] = {}
     _collect(function, lines)
-    return "\n\n".join(['"""Written by shoal.run."""', *lines.values(), f"{function.__name__}()\n"])
+    return "\n\n".join(
+        ['"""Written by shoal.run."""', *lines.values(), call.replace("{}", function.__name__) + "\n"]
+    )
 
 
 def _collect(thing: Any, lines: dict[str, str]) -> None:

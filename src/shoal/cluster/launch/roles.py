@@ -109,8 +109,10 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     server_memory_bytes: int = (
         0  # of its own, clients' shared memory aside; 0: 80 % of what is available at its start
     )
-    table_memory: str | None = None  # of ParallelOptions, as the next three
+    table_memory: str | None = None  # of ParallelOptions, as the next four
     table_dir: str | None = None
+    server_device: str = "cpu"
+    table_keep: str | None = None
     staleness_lr: bool = False
     push_norm: float | None = None
     liveness: LivenessConfig = LivenessConfig()

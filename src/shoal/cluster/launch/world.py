@@ -146,7 +146,7 @@ def _meeting() -> str:
 
 
 def _place(world: World, bind: str | None) -> tuple[str, int]:
-    """Where rank 0 listens."""
+    """Address at which rank 0 listens."""
     if not os.environ.get(KEY_VARIABLE):
         raise ConfigError(
             f"{world.launcher} started {world.size} processes on {world.num_nodes} machines, which join with a key that all know. "

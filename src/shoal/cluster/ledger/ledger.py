@@ -205,7 +205,7 @@ class RankTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class SampleSpan:
     """Samples start..stop-1 of an epoch, trained by one worker or by several together."""
 
     start: int
@@ -223,7 +223,7 @@ class Span:
     def is_accounted_for(self) -> bool:
         return sum(had.samples for had in self.by_rank.values()) == self.stop - self.start
 
-    def cut(self, start: int, stop: int) -> Span:
+    def cut(self, start: int, stop: int) -> SampleSpan:
         if (start, stop) == (self.start, self.stop):
             return self
         (only,) = self.by_rank if len(self.by_rank) == 1 else (None,)
@@ -254,10 +254,10 @@ class Epoch:
     num_left_out: int = 0
     """Beyond those: of a last batch that is not full, where the user left it out."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SampleSpan] = field(default_factory=list)
     """What counts, in the order in which it was trained."""
 
-    again: list[Span] = field(default_factory=list)
+    again: list[SampleSpan] = field(default_factory=list)
     """What was trained, lost with a job that died, and has to be trained again."""
 
     skipped: set[int] = field(default_factory=set)
@@ -432,14 +432,14 @@ class Ledger:
             epoch.again += [self._piece(life, piece) for piece in found.lost]
             epoch.num_repeated += found.num_repeated
 
-    def _piece(self, life: CallAttempt, piece: RankRange) -> Span:
+    def _piece(self, life: CallAttempt, piece: RankRange) -> SampleSpan:
         rank, start, stop = piece
         had = RankTotals(num_batches(start, stop, life.began.batch_size), stop - start)
         return self._span(life.launch, life.began.call, start, stop, {rank: had}, life.began)
 
     def _void(self, epoch: Epoch, began: TrainingBegan) -> None:
         """Move out the spans beyond where a fit begins."""
-        kept: list[Span] = []
+        kept: list[SampleSpan] = []
         for span in epoch.spans:
             own = [(span.start, span.stop)]
             counts = own
@@ -453,7 +453,7 @@ class Ledger:
             epoch.spans, epoch.end = kept, None
 
     @staticmethod
-    def _lost(span: Span) -> Span:
+    def _lost(span: SampleSpan) -> SampleSpan:
         return span if len(span.by_rank) == 1 else replace(span, by_rank={})
 
     def _lose(
@@ -492,9 +492,9 @@ class Ledger:
         stop: int,
         by_rank: dict[int, RankTotals],
         of: TrainingBegan | None = None,
-    ) -> Span:
+    ) -> SampleSpan:
         began = of or self._began[call][1]
-        return Span(
+        return SampleSpan(
             start=start,
             stop=stop,
             launch=launch,
@@ -526,9 +526,9 @@ class Ledger:
         return self.epochs[key]
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
+def joined(spans: Iterable[SampleSpan]) -> list[SampleSpan]:
     """Spans in order, neighbours of the same workers joined."""
-    found: list[Span] = []
+    found: list[SampleSpan] = []
     for span in sorted(spans, key=lambda span: (span.start, span.launch)):
         last = found[-1] if found else None
         if last is not None and last.stop == span.start and _is_alike(last, span):
@@ -538,14 +538,14 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def _is_alike(one: Span, other: Span) -> bool:
+def _is_alike(one: SampleSpan, other: SampleSpan) -> bool:
     same = ("launch", "call", "num_workers", "sharding")
     return all(getattr(one, name) == getattr(other, name) for name in same) and [*one.by_rank] == [
         *other.by_rank
     ]
 
 
-def _summed(spans: Iterable[Span]) -> dict[int, RankTotals]:
+def _summed(spans: Iterable[SampleSpan]) -> dict[int, RankTotals]:
     total: dict[int, RankTotals] = {}
     for rank, had in itertools.chain.from_iterable(span.by_rank.items() for span in spans):
         total[rank] = total.get(rank, RankTotals()) + had

@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -194,9 +193,7 @@ class CoordinatorHandle:
     def __enter__(self) -> CoordinatorHandle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write_notes(self) -> None:

@@ -233,7 +233,18 @@ def _bent(finished: Sequence[Finished]) -> dict[str, Any]:
     counted: dict[str, Any] = {}
     if staleness:
         counted["staleness"] = {str(ahead): staleness[ahead] for ahead in sorted(staleness)}
-    for name in ("num_late", "num_missed", "exchange_bytes"):
+    cached: Counter[str] = Counter()
+    for each in finished:
+        cached.update(each.row_cache)
+    if cached:
+        hit_rate = cached["hits"] / max(1, cached["hits"] + cached["misses"])
+        counted["row_cache"] = {**dict(sorted(cached.items())), "hit_rate": round(hit_rate, 4)}
+    fan_in: Counter[str] = Counter()
+    for each in finished:
+        fan_in.update(each.fan_in)
+    if fan_in:
+        counted["fan_in"] = dict(sorted(fan_in.items()))
+    for name in ("num_late", "num_missed", "exchange_bytes", "key_bytes_saved"):
         total = sum(getattr(each, name) for each in finished)
         if total:
             counted[name.removeprefix("num_")] = total

@@ -77,6 +77,11 @@ def tables(facts: dict[str, Any]) -> str:
     )
 
 
+def row_cache(facts: dict[str, Any]) -> str:
+    """Lookups in the workers' row caches; `facts` as in summary.json."""
+    return f"{facts['hit_rate']:.1%} of {facts['hits'] + facts['misses']:,} rows were in the worker's cache"
+
+
 def exchanged(facts: dict[str, Any]) -> str:
     """Gradient traffic of a fit, and the path of its loss curve; `facts` as in summary.json."""
     raw, sent = (rate(facts[f"{kind}_bytes_per_step"]) for kind in ("raw", "sent"))

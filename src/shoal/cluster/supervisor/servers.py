@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 import msgspec
 
@@ -193,9 +192,7 @@ class ServerProcesses:
     def __enter__(self) -> ServerProcesses:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -373,9 +370,7 @@ class ServerSupervision:
     def __enter__(self) -> ServerSupervision:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _scale(self, num_servers: int) -> None:
@@ -409,6 +404,8 @@ def spec_for(worker: WorkerSpec) -> ServerSpec:
         env=worker.env,
         table_memory=job.table_memory,
         table_dir=job.table_dir,
+        server_device=job.server_device,
+        table_keep=job.table_keep,
         staleness_lr=job.staleness_lr,
         push_norm=job.push_norm,
         liveness=job.liveness,

@@ -18,7 +18,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -109,9 +108,7 @@ class SignalInbox:
                     self._before[signum] = signal.signal(signum, lambda signum, frame: None)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
             for signum, handler in self._before.items():
                 signal.signal(signum, handler)  # type: ignore[arg-type]  # what signal() gave back

@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 
 import shoal
 from shoal.cluster.launch import roles
@@ -158,9 +157,7 @@ class WarmParent:
     def __enter__(self) -> WarmParent:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextlib.contextmanager

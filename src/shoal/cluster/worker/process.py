@@ -11,6 +11,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
+import io
 import os
 import random
 import runpy
@@ -222,6 +224,9 @@ def _clean_up() -> None:
     """Run exit handlers and flush, without finalizing the interpreter: torch's threads would not survive that."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()  # ends DataLoader workers, among others
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+    # A file that the script leaves open is written by python at the end, which does not come here.
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
+    for stream in (sys.stdout, sys.stderr, *(each for each in objects if type(each) in kinds)):
+        with contextlib.suppress(Exception):  # of a class of the script's own, whatever it raises
             stream.flush()

@@ -71,9 +71,13 @@ class _Session:
     steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     staleness: Counter[int] = field(default_factory=Counter)
+    row_cache: Counter[str] = field(default_factory=Counter)
+    row_cache_told: Counter[str] = field(default_factory=Counter)  # in the record of activity
+    fan_in: Counter[str] = field(default_factory=Counter)
     num_late: int = 0
     num_missed: int = 0
     exchange_bytes: int = 0
+    key_bytes_saved: int = 0
     at_end: list[Callable[[], None]] = field(default_factory=list)
     sending: threading.Lock = field(default_factory=threading.Lock)
     pid: int = field(default_factory=os.getpid)
@@ -306,14 +310,33 @@ def bent(*, staleness: Mapping[int, int], num_late: int, num_missed: int) -> Non
     _session.num_missed += num_missed
 
 
+def cached(*, num_hits: int, num_misses: int) -> None:
+    """Add to the lookups of rows that this worker keeps: found there, or pulled."""
+    _session.row_cache.update(hits=num_hits, misses=num_misses)
+
+
+def merged(*, num_pushes: int, num_sent: int) -> None:
+    """Add to the counts of an aggregator: pushes of workers, and those that it made of them."""
+    _session.fan_in.update(pushes=num_pushes, sent=num_sent)
+
+
+def saved_keys(num_bytes: int) -> None:
+    """Add to the bytes of keys that were not sent, because a server on another host had them."""
+    _session.key_bytes_saved += num_bytes
+
+
 def shared(num_bytes: int) -> None:
     """Report memory reserved for exchange with servers; the maximum is in the final report."""
     _session.exchange_bytes = max(_session.exchange_bytes, num_bytes)
 
 
 def progress_facts() -> dict[str, Any]:
-    """Where the script is, as reported last."""
-    return _session.progress
+    """Where the script is, as reported last; and lookups in the row cache since the last call."""
+    if not _session.row_cache:
+        return _session.progress
+    counted = Counter(_session.row_cache)
+    since, _session.row_cache_told = counted - _session.row_cache_told, counted
+    return {**_session.progress, "cache": dict(since)}
 
 
 def activity(line: str) -> bool:
@@ -338,6 +361,9 @@ def finished() -> None:
             num_late=_session.num_late,
             num_missed=_session.num_missed,
             exchange_bytes=_session.exchange_bytes,
+            row_cache=dict(_session.row_cache),
+            fan_in=dict(_session.fan_in),
+            key_bytes_saved=_session.key_bytes_saved,
         )
     )
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlparse
@@ -138,13 +139,15 @@ def _tell_own_group() -> None:
 def _refuse_at_first_step(job: Job, script: str) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    before = set(sys.modules)
+    # The last name, not a set of all: counting references to each would write to pages that forks share.
+    last = next(reversed(sys.modules))
 
     def decide(optimizer: object, args: Any, options: Any) -> None:
         global _has_stepped
         _has_stepped = True
         handle.remove()
-        of_script = [module for name, module in list(sys.modules.items()) if name not in before]
+        names = list(takewhile(last.__ne__, reversed(sys.modules)))
+        of_script = [sys.modules[name] for name in names if name in sys.modules]
         if not any(
             map(_imports_shoal, [sys.modules["__main__"], *of_script])
         ):  # one that does may come to it later

@@ -14,6 +14,7 @@ import mmap
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.errors import ArenaFull, ConfigError
@@ -58,6 +59,7 @@ class Segment:
     used: int = 0  # everything above was never given out since `round` began
     num_live: int = 0
     round: int = 0  # counts how often it was empty; free places of an older round are void
+    unlock: Callable[[], None] | None = None  # where its pages are locked
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that would cost as much as all the rest of `alloc`
@@ -95,6 +97,8 @@ class Arena:
         """Address space in segments; what was never touched has no memory behind it."""
         self.bytes_in_use = 0
         """In buffers that somebody holds, slack included."""
+        self.lock: Callable[[memoryview], Callable[[], None]] | None = None
+        """Locks the pages of segments to come, for a device's copies, and gives what unlocks them."""
 
     def alloc(self, nbytes: int) -> Buffer:
         """A buffer of `nbytes`, or of none, whatever is in it; ArenaFull where the limit does not allow it."""
@@ -135,6 +139,8 @@ class Arena:
             memfd.close([segment.fd for segment in self._segments if segment.fd >= 0])
             for segment in self._segments:
                 segment.fd = -1
+                if segment.unlock is not None:
+                    segment.unlock()
             self._segments, self._free, self._live = [], {}, set()
             self.bytes_reserved = self.bytes_in_use = 0
 
@@ -168,6 +174,7 @@ class Arena:
         fd = memfd.create(reserved, self._name) if self._is_shared else -1
         memory = memfd.map_shared(fd, reserved) if self._is_shared else ordinary(reserved)
         segment = Segment(len(self._segments) + 1, reserved, fd, memoryview(memory))
+        segment.unlock = self.lock(segment.memory) if self.lock is not None else None
         self._segments.append(segment)
         self.bytes_reserved += reserved
         return segment

@@ -131,6 +131,7 @@ class _Peer:
     held: list[Bytes] = field(default_factory=list)  # answers of this turn
     held_bytes: int = 0
     segments: dict[int, memoryview | None] = field(default_factory=dict)  # None: there was no memory for it
+    unlocks: list[Callable[[], None]] = field(default_factory=list)  # of segments whose pages are locked
     segment_bytes: int = 0
     has_spoken: bool = False
     events: int = selectors.EVENT_READ
@@ -187,6 +188,8 @@ class Listener:
         self.num_refused, self.last_refusal = 0, ""
         self._sock, self._selector, self._config = sock, selector, config or ListenerConfig()
         self._hear, self._gone, self._memory_problem = hear, gone, memory_problem
+        self.lock: Callable[[memoryview], Callable[[], None]] | None = None
+        """Locks the pages of segments to come, for a device's copies, and gives what unlocks them."""
         self._peers: dict[int, _Peer] = {}
         self._unsent: dict[int, _Peer] = {}
         self._num_accepted = 0
@@ -310,6 +313,8 @@ class Listener:
         else:
             self._selector.unregister(found.sock)
             self._let_go(found)
+        for unlock in found.unlocks:
+            unlock()
         # Each mapping goes with the last view of it.
         found.segments.clear()
         found.into.clear()
@@ -464,8 +469,11 @@ class Listener:
             problem = self._memory_problem(nbytes)
             if problem is None and _is_among_the_last(fd):
                 problem = "this server has no descriptor left for another segment of shared memory; raise `ulimit -n`."
-            peer.segments[number] = None if problem else memoryview(memfd.map_shared(fd, nbytes))
+            memory = None if problem else memoryview(memfd.map_shared(fd, nbytes))
+            peer.segments[number] = memory
             peer.segment_bytes += 0 if problem else nbytes
+            if memory is not None and self.lock is not None:
+                peer.unlocks.append(self.lock(memory))
             return problem
         finally:
             memfd.close([fd])

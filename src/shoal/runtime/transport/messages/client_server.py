@@ -20,6 +20,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from shoal.config.row_policy import RowPolicy
 from shoal.runtime.transport.messages.message import (
     Count,
     Incarnation,
@@ -114,6 +115,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     init: Literal["zeros", "normal", "uniform"] = "zeros"  # of a row nobody wrote: hash(seed, id)
     scale: float = 1.0  # standard deviation, or half the width
     seed: Integer = 0
+    policy: RowPolicy | None = None  # admission and eviction; None: every id gets a row, and keeps it
 
 
 class DeclareTable(Message, frozen=True, tag="ps-declare-table"):
@@ -189,6 +191,7 @@ class PushRows(Message, frozen=True, tag="ps-push-rows"):
     seq: Count
     table: Count
     codec: Text = ""  # of the values: see shoal.ps.codecs
+    keys: Count = 0  # name of the key list; with an empty frame, one sent before on this connection: see shoal.ps.key_lists
 
 
 class PushDense(Message, frozen=True, tag="ps-push-dense"):
@@ -200,6 +203,15 @@ class PushDense(Message, frozen=True, tag="ps-push-dense"):
     chunk: Count
     unused: list[Count] = msgspec.field(default_factory=list)
     codec: Text = ""
+
+
+class MergedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another worker's push inside a merged one: batches seq - num_batches + 1 to seq of its stream."""
+
+    stream: Count
+    seq: Count
+    num_batches: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    rank: Rank
 
 
 class StepEnd(Message, frozen=True, tag="ps-step-end"):
@@ -228,6 +240,9 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     is_spoilt: bool = (
         False  # exact: computed on weights that have this step already; refused where it would count
     )
+    # Relaxed: batches of the stream in it, the last being `seq`; 0 for what is left of batches that counted.
+    num_batches: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 1
+    merged: list[MergedPart] = msgspec.field(default_factory=list)  # pushes of other workers in it
 
 
 class Summed(Message, frozen=True, tag="ps-summed"):
@@ -261,7 +276,8 @@ class Committed(Message, frozen=True, tag="ps-committed"):
     Frame: the vectors' sum in exact strategies, and two numbers more: whether
     it was applied (1 or 0), and the norm of Commit. `updates` is how many
     updates there were in all, `slowest` the smallest clock; `late` where the
-    contribution came too late to count (drop).
+    contribution came too late to count (drop), or some of the batches in it
+    count in a slot already and the others do not: there nothing of it was applied.
     """
 
     seq: Count
@@ -293,12 +309,17 @@ class PullRows(Message, frozen=True, tag="ps-pull-rows"):
     Frame: int64 keys, strictly increasing. Into: one row per key. In exact
     strategies the answer waits until step `clock` is committed; with bounded
     staleness until the slowest worker has reached `clock` minus the bound.
+    A replica answers `is_nearby` in exact strategies, once it has followed its
+    primaries to that step.
     """
 
     view: Count
     clock: Count
     table: Count
     codec: Text = ""  # of the answer
+    unpushed: Count = 0  # batches of `clock` whose gradients the asker still keeps; relaxed strategies
+    keys: Count = 0  # as in PushRows
+    is_nearby: bool = False  # also of slots that the server holds as a replica
 
 
 class PullDense(Message, frozen=True, tag="ps-pull-dense"):
@@ -308,6 +329,8 @@ class PullDense(Message, frozen=True, tag="ps-pull-dense"):
     clock: Count
     chunks: list[Count]
     codec: Text = ""
+    unpushed: Count = 0
+    is_nearby: bool = False
 
 
 class Pulled(Message, frozen=True, tag="ps-pulled"):
@@ -401,6 +424,8 @@ class TableTiers(Message, frozen=True, tag="ps-table-tiers"):
     disk_bytes: Count
     num_hits: Count  # lookups that found a row in memory
     num_misses: Count
+    num_counted: Count = 0  # ids without a row yet, where rows are admitted after some sightings
+    num_evicted: Count = 0  # rows that policies dropped
 
 
 # ---- state as a whole ---------------------------------------------------------------------------
@@ -429,6 +454,7 @@ class RowsRead(Message, frozen=True, tag="ps-rows"):
     num_rows: Count = 0  # of the slot; the frames may have fewer
     tracker: Text = ""
     clock: Count = 0  # of the stamps, when it was read
+    num_evicted: Count = 0  # rows that the table's policy dropped in this slot so far
 
 
 class WriteRows(Message, frozen=True, tag="ps-write-rows"):
@@ -437,6 +463,7 @@ class WriteRows(Message, frozen=True, tag="ps-write-rows"):
     view: Count
     table: Count
     step: Count
+    num_evicted: Count = 0  # rows dropped so far, to be counted in slot 0; to its primary, with no keys
 
 
 class ReadChunk(Message, frozen=True, tag="ps-read-chunk"):

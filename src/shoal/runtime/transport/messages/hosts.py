@@ -45,6 +45,7 @@ class HostProof(Message, frozen=True, tag="host-proof"):
     protocol: Count
     clock: float  # seconds since 1970
     num_cores: Count
+    machine: Nonce  # the same after a restart of the machine, and another one's is another
     wants: Annotated[
         int, msgspec.Meta(ge=-1, le=1 << 20)
     ] = -1  # number of the host it was started as; -1: any

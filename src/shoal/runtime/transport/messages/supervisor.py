@@ -94,6 +94,9 @@ class Finished(Message, frozen=True, tag="finished"):
     num_late: Count = 0  # contributions that came too late to count
     num_missed: Count = 0  # steps that were over before this rank began them
     exchange_bytes: Count = 0
+    row_cache: dict[str, Count] = msgspec.field(default_factory=dict)  # lookups: hits and misses
+    fan_in: dict[str, Count] = msgspec.field(default_factory=dict)  # pushes, and messages made of them
+    key_bytes_saved: Count = 0
 
 
 class Noted(Message, frozen=True, tag="noted"):

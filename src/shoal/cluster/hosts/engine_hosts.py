@@ -1,0 +1,59 @@
+"""Hosts that an engine gives: the head listens where its slots reach it, and runs none of the workers."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from shoal.cluster.hosts.placement import spread
+from shoal.config.hosts import HostsConfig, parse_bind, parse_resources
+from shoal.engines import registry
+from shoal.errors import ConfigError
+
+
+def engine_hosts(
+    on: str,
+    *,
+    num_slots: int,
+    num_workers: int,
+    bind: str | None = None,
+    resources: str = "",
+    **options: Any,
+) -> HostsConfig:
+    """HostsConfig of a job on the engine `on`, as --on names it; `options` are its other fields."""
+    if registry.parse(on)[0] == "torchrun":
+        raise ConfigError(
+            "torchrun gives no hosts: it starts the processes itself, each with `shoal run --on torchrun`. Nothing was started."
+        )
+    if not 1 <= num_slots <= num_workers:
+        raise ConfigError(
+            f"{num_workers} worker{'s' if num_workers > 1 else ''} cannot be on {num_slots} hosts of {on}: each host needs one. "
+            f"Nothing was started; give -n {max(1, num_slots)} or more, or fewer hosts."
+        )
+    is_local = registry.is_local(on)
+    said: dict[str, Any] = {"bind": "127.0.0.1" if is_local else own_address(), "port": 0}
+    said |= parse_resources(resources)
+    if bind is not None:
+        said["bind"], said["port"] = parse_bind(bind)
+    slots = dict.fromkeys(range(1, num_slots + 1), 1)
+    return HostsConfig(
+        on=on,
+        num_hosts=num_slots + 1,
+        head_takes_part=False,
+        workers=spread(num_workers, slots, num_slots + 1),
+        **said,
+        **options,
+    )
+
+
+def own_address() -> str:
+    """Address of this machine on the network by which it reaches others."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: the kernel only chooses the interface
+        except OSError:
+            raise ConfigError(
+                "this machine has no network by which an engine's hosts could reach it. Nothing was started; name an address with "
+                "--bind."
+            ) from None
+        return str(probe.getsockname()[0])

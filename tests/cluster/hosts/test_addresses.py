@@ -1,0 +1,61 @@
+"""Addresses that a job on several hosts cannot have, or cannot be joined at: refused in one paragraph, nothing started."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+import pytest
+
+from shoal.cluster.hosts import joining, opening
+from shoal.config.hosts import HostsConfig
+from shoal.errors import ConfigError
+from shoal.runtime.transport import tls
+
+OWN = "10.77.0.1"
+NAMES = {"this": {OWN}, OWN: {OWN}, "that": {"127.0.1.1"}, "node": {"10.77.0.2"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"bind": "nowhere.invalid"}, "this machine knows no such address"),
+        ({"bind": "localhost"}, "which no other host can reach"),
+        ({"bind": "0.0.0.0"}, "is every address of this machine"),
+        ({"bind": OWN, "advertise": "127.0.0.1"}, "--advertise 127.0.0.1 is 127.0.0.1, which no other host"),
+        ({"bind": "8.8.8.8", "plaintext": True}, "--plaintext is refused at 8.8.8.8, a public address"),
+        (
+            {"bind": OWN, "advertise": "8.8.8.8", "plaintext": True},
+            "--plaintext is refused at 8.8.8.8, a public address",
+        ),
+        ({"bind": OWN, "names": ("this", "that")}, "that is 127.0.1.1 here, a loopback address"),
+        ({"bind": OWN, "names": ("node", "this")}, "node, the first of the hosts, is not this machine"),
+        ({"bind": OWN}, "cannot listen at 10.77.0.1 port 7070"),  # it is another machine's
+    ],
+)
+def test_an_address_that_cannot_be_meant_is_refused_before_anything_listens(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], problem: str
+) -> None:
+    monkeypatch.setattr(joining, "resolved", lambda name: NAMES.get(name, set()))
+    with pytest.raises(ConfigError) as refused:
+        opening.listen(HostsConfig(num_hosts=2, **options), script="train.py")
+    assert problem in str(refused.value)
+    assert "Nothing was started" in str(refused.value)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with contextlib.closing(tls.listen("127.0.0.1")) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}: Address already in use"):
+            tls.listen("127.0.0.1", port)
+
+
+def test_joining_where_no_job_is_any_more_and_at_a_name_that_nobody_knows() -> None:
+    key = joining.new_join_key()
+    with socket.create_server(("127.0.0.1", 0)) as over:
+        port = over.getsockname()[1]
+    with pytest.raises(ConfigError, match=r"no job can be joined at .*refused.*Nothing was started"):
+        joining.join(f"shoal://127.0.0.1:{port}", key, timeout_s=0.1)
+    with pytest.raises(ConfigError, match=r"nowhere\.invalid is no host that this one knows"):
+        joining.join("shoal://nowhere.invalid:7070", key, timeout_s=0.1)
