@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoal import memory as memory
     from shoal import nn as nn
     from shoal import ps as ps
+    from shoal import spark as spark
     from shoal.cluster.launch.api import RunResult as RunResult
     from shoal.cluster.launch.api import run as run
     from shoal.config.faults import Faults as Faults
@@ -64,6 +65,7 @@ _HOMES = {
     "run": "shoal.cluster.launch.api",
     "setup": "shoal.train.custom",
     "should_stop": "shoal.train.custom",
+    "spark": "shoal.spark",
     "sum_gradients": "shoal.train.custom",
 }
 

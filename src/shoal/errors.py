@@ -4,6 +4,7 @@
     ├── ConfigError                an option, a strategy, a run directory            exit 2
     │   ├── DeviceMissing          no such device for a worker
     │   ├── TableMemoryTooSmall    --table-memory below what the tables need
+    │   ├── RowPolicyRefused       admission and eviction of rows
     │   ├── HostNotAdmitted        a machine that may not join a job
     │   ├── UnknownStrategy
     │   ├── RunDirectoryError
@@ -38,6 +39,7 @@
     ├── TrainingError              what the model, the loss or a step refuses        exit 3
     │   ├── NonFiniteLoss
     │   ├── LossDoesNotRecombine
+    │   ├── ForwardMixesSamples    x - x.mean(0) within a model, say
     │   ├── LossReadsParameters
     │   ├── StageCannotRun         a batch no stage was cut for
     │   │   ├── ShapeDecides
@@ -275,6 +277,27 @@ class LossDoesNotRecombine(TrainingError):
         )
 
 
+class ForwardMixesSamples(TrainingError):
+    """A layer whose result for a sample depends on the others of its batch."""
+
+    def __init__(
+        self, *, layer: str, kind: str, strategy: str, gap: float, batch_first: bool | None = None
+    ) -> None:
+        self.layer, self.kind, self.strategy, self.gap = layer, kind, strategy, gap
+        where = f"the layer '{layer}' ({kind})" if layer else f"the model's own forward ({kind})"
+        cure = (
+            "Let it see the rows of all workers, shoal.gather(x).mean(0) in place of x.mean(0) say (ddp, fsdp), use a BatchNorm, "
+            "or run in one process."
+        )
+        if batch_first is False:
+            cure = "Its batch_first is False, so that it takes the samples for places of a sequence: is batch_first=True meant?"
+        super().__init__(
+            f"{where} mixes the samples of a batch: rows of the same samples, run together and in pairs, differ by "
+            f"{gap:.2g} of what rows differ from each other. Under '{strategy}' a worker has the samples of its own slice alone, and "
+            f"something else would be trained than in one process. Nothing of this step was updated. {cure}"
+        )
+
+
 class LossReadsParameters(TrainingError):
     """A loss over parameters that this process does not hold, or that are no longer those of the model."""
 
@@ -434,6 +457,13 @@ class CallsDiffer(ClusterError):
             "the whole script: keep fit, evaluate, predict, save, load and shoal.collectives out of `if shoal.rank() == 0`, and "
             "give every rank the same data."
         )
+
+
+class RowPolicyRefused(ConfigError, ValueError):
+    """A policy of rows that cannot be meant. A ValueError too: a message that carries one is malformed."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"the policy of a table's rows cannot be used: {problem}. Nothing was declared.")
 
 
 class TableMemoryTooSmall(ConfigError):
@@ -804,7 +834,7 @@ class TaskKeepsDying(DataError):
 
 
 class MapReduceStalled(DataError):
-    """Nobody has shown progress for so long that waiting makes no sense."""
+    """No task has shown progress within the time-out."""
 
     def __init__(self, *, waited_s: float, holders: Mapping[str, str]) -> None:
         self.waited_s, self.holders = waited_s, dict(holders)

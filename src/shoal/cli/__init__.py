@@ -1,4 +1,4 @@
-"""The command line: one file per verb, put together here.
+"""The command line: one file per verb, registered here.
 
 What a verb needs it imports when it runs, so that help and completion answer
 at once and never import torch.
@@ -11,25 +11,9 @@ from typing import Annotated, NoReturn
 import typer
 
 import shoal
-from shoal.cli import (
-    bench,
-    chaos,
-    dashboard,
-    doctor,
-    graph,
-    hosts,
-    init,
-    render,
-    report,
-    resume,
-    run,
-    scale,
-    stack,
-    status,
-    sweep,
-    trace,
-    verify,
-)
+from shoal.cli import chaos, doctor, hosts, init, map_reduce, render, resume, run, scale, sweep, verify
+from shoal.cli.bench import command as bench
+from shoal.cli.inspect import dashboard, graph, report, stack, status, trace
 from shoal.cli.verb import ScriptVerb, Verb, Verbs
 
 app = typer.Typer(
@@ -79,6 +63,7 @@ app.command(
 app.command("sweep", cls=Verb, epilog=sweep.EXAMPLES, context_settings={"allow_interspersed_args": False})(
     sweep.sweep
 )
+app.command("map-reduce", cls=Verb, epilog=map_reduce.EXAMPLES)(map_reduce.map_reduce)
 app.command("doctor", cls=Verb)(doctor.doctor)
 app.command("bench", cls=Verb, epilog=bench.EXAMPLES)(bench.bench)
 

@@ -80,7 +80,7 @@ def chaos(
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
+class ChaosRun:
     """Events, commits and final hashes of one run."""
 
     seconds: float
@@ -147,7 +147,7 @@ def _compare(config: LaunchConfig, warm: WarmParent, *, seed: int, every_s: floa
     return 0 if equal else 1
 
 
-def _run(config: LaunchConfig, warm: WarmParent, name: str) -> RunRecord:
+def _run(config: LaunchConfig, warm: WarmParent, name: str) -> ChaosRun:
     from shoal.cluster.launch.api import launch
 
     hashes = Path(config.run_dir) / f"{name}-weights"
@@ -159,7 +159,7 @@ def _run(config: LaunchConfig, warm: WarmParent, name: str) -> RunRecord:
     if result.exit_code:
         leave(result)
     commits = [float(line["time"]) for line in _lines(result.run_dir / "metrics.jsonl")]
-    return RunRecord(
+    return ChaosRun(
         seconds=took_s,
         steps=len(commits),
         hashes={path.stem: json.loads(path.read_text()) for path in sorted(hashes.glob("*.json"))},
@@ -168,7 +168,7 @@ def _run(config: LaunchConfig, warm: WarmParent, name: str) -> RunRecord:
     )
 
 
-def _story(record: RunRecord) -> list[tuple[str, float | None]]:
+def _story(record: ChaosRun) -> list[tuple[str, float | None]]:
     """Each fault as it was, and how long it was until the next step was committed in a new view."""
     began = record.events[0]["time"] if record.events else 0.0
     story: list[tuple[str, float | None]] = []

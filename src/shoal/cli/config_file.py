@@ -121,7 +121,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _value(file: Path, key: str, value: Any, *, is_args: bool) -> Any:
-    """What would be typed: names in a list become `a,b,c`, resources in a table `worker:cpus=2,memory=4`."""
+    """Command-line form of a value: names in a list become `a,b,c`, resources in a table `worker:cpus=2,memory=4`."""
     if is_args:
         if not isinstance(value, list) or any(isinstance(each, list | dict) for each in value):
             raise ConfigError(

@@ -189,6 +189,12 @@ class Dump:
     num_micro: int | None = None
     """Micro-batches in which a pipeline ran each slice; None where it was none."""
 
+    suspects: tuple[Mix, ...] = ()
+    """Layers that a trial found to mix the batch, and that are not known for it."""
+
+    rank_asked_at: tuple[str, ...] = ()
+    """Lines of the script that asked for shoal.rank()."""
+
     is_own_loop: bool = False
     """The loop is the script's own: one process runs it as it is, and cannot run slices in turn."""
 
@@ -204,7 +210,9 @@ def read_dump(directory: Path) -> Dump | None:
     return Dump(
         state=load_file(directory / "state.safetensors"),
         losses=tuple(report["losses"]),
-        mixes=tuple(Mix(mix["layer"], mix["kind"], mix["why"]) for mix in report["mixes"]),
+        mixes=tuple(Mix(**mix) for mix in report["mixes"]),
+        suspects=tuple(Mix(**mix) for mix in report.get("suspects", ())),
+        rank_asked_at=tuple(report.get("rank_asked_at", ())),
         num_steps=report["steps"],
         num_micro=report.get("micro_batches"),
         is_own_loop=report["own_loop"],
@@ -264,6 +272,10 @@ class VerifyOutcome:
 
     is_own_loop: bool
     num_steps: int
+    suspects: tuple[Mix, ...] = ()
+    rank_asked_at: tuple[str, ...] = ()
+    """As the spread run's dump has them: what a difference likely comes from."""
+
     is_float32: bool = False
     """The script fails in float64, to which verify casts it, and was compared in float32."""
 
@@ -318,6 +330,8 @@ def check(run: ScriptRun, *, num_workers: int, tolerance: float) -> VerifyOutcom
         still_drawing=still_drawing,
         is_own_loop=own_loop,
         num_steps=spread64.num_steps,
+        suspects=spread64.suspects,
+        rank_asked_at=spread64.rank_asked_at,
     )
 
 
@@ -353,6 +367,8 @@ def _check_float32(
         still_drawing=still_drawing,
         is_own_loop=spread.is_own_loop,
         num_steps=spread.num_steps,
+        suspects=spread.suspects,
+        rank_asked_at=spread.rank_asked_at,
         is_float32=True,
     )
 

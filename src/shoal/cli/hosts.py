@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import socket
 from contextlib import AbstractContextManager, nullcontext
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
+from shoal.cli.options import Decorator, takes_group
 from shoal.cli.verb import fail
 from shoal.engines import registry
 from shoal.errors import ConfigError
@@ -151,6 +153,55 @@ EngineResources = Annotated[
 ]
 
 
+class HostOptions(NamedTuple):  # a dataclass takes 3 ms longer to make, and `shoal --help` would wait for it
+    """Options of a job on several hosts: those of `shoal run` and `shoal resume`."""
+
+    on: On = None
+    resources: EngineResources = ""
+    hosts: Hosts = None
+    bind: Bind = None
+    interface: Interface = None
+    connections: NumConnections = None
+    cluster: ClusterFile = None
+    join_key_file: JoinKeyFile = None
+    join_timeout: JoinTimeout = 600.0
+    ssh: Ssh = "ssh -o BatchMode=yes"
+    advertise: Advertise = None
+    plaintext: Plaintext = False
+    ship: Ship = False
+    journal: Journal = None
+
+    def config(self, *, num_workers: int, world: World | None = None) -> HostsConfig | None:
+        return hosts_config(
+            self.hosts,
+            self.bind,
+            self.cluster,
+            self.interface,
+            on=self.on,
+            world=world,
+            resources=self.resources,
+            num_workers=num_workers,
+            connections=self.connections or 0,
+            key_file=self.join_key_file,
+            join_timeout_s=self.join_timeout,
+            ssh=self.ssh,
+            advertise=self.advertise or "",
+            plaintext=self.plaintext,
+            ship=self.ship,
+        )
+
+
+@functools.cache
+def takes_host_options() -> Decorator:
+    """Give a verb these flags where its signature has `hosting`, which it is then called with."""
+    kinds = get_type_hints(HostOptions, include_extras=True)
+    flags = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+        for name, default in HostOptions._field_defaults.items()
+    ]
+    return takes_group("hosting", flags, HostOptions)
+
+
 def number_of_servers(said: str | None) -> int | str | None:
     """A number where one was given; LaunchConfig refuses words that it does not know."""
     return int(said) if said is not None and said.isdecimal() else said
@@ -181,7 +232,24 @@ def hosts_config(
         if interface is not None:
             named = interfaces.named(interface)
             options["interfaces"], bind = tuple(named), bind or next(iter(named.values()))
-        return _on_engine(on, hosts, bind, cluster, resources, num_workers, options)
+        from shoal.cluster.hosts.engine_hosts import engine_hosts
+
+        num_slots, names = parse_hosts(hosts) if hosts is not None else (1, ())
+        if names or cluster is not None:
+            raise ConfigError(
+                f"--on {on} has the engine choose the hosts, and {'--hosts' if names else '--cluster'} names them. Nothing was "
+                "started; give --hosts a number, or leave --on out."
+            )
+        if options.get("key_file") is not None:
+            options["key_file"] = str(options["key_file"])
+        return engine_hosts(
+            on,
+            num_slots=num_slots,
+            num_workers=num_workers,
+            bind=bind,
+            resources=resources,
+            **options,
+        )
     if resources:
         raise ConfigError("--resources are asked of an engine. Nothing was started; name it with --on.")
     if cluster is not None:
@@ -228,48 +296,6 @@ def hosts_config(
     )
 
 
-def _on_engine(
-    on: str,
-    hosts: str | None,
-    bind: str | None,
-    cluster: Path | None,
-    resources: str,
-    num_workers: int,
-    options: dict[str, Any],
-) -> HostsConfig:
-    """Hosts that an engine gives; the head runs none of the workers."""
-    from shoal.cluster.hosts.placement import spread
-    from shoal.config.hosts import HostsConfig, parse_bind, parse_hosts, parse_resources
-
-    num_slots, names = parse_hosts(hosts) if hosts is not None else (1, ())
-    if names or cluster is not None:
-        raise ConfigError(
-            f"--on {on} has the engine choose the hosts, and {'--hosts' if names else '--cluster'} names them. Nothing was "
-            "started; give --hosts a number, or leave --on out."
-        )
-    if not 1 <= num_slots <= num_workers:
-        raise ConfigError(
-            f"{num_workers} worker{'s' if num_workers > 1 else ''} cannot be on {num_slots} hosts of {on}: each host needs one. "
-            f"Nothing was started; give -n {max(1, num_slots)} or more, or fewer hosts."
-        )
-    is_local = registry.is_local(on)
-    said: dict[str, Any] = {"bind": "127.0.0.1" if is_local else own_address(), "port": 0}
-    said |= parse_resources(resources)
-    if bind is not None:
-        said["bind"], said["port"] = parse_bind(bind)
-    slots = dict.fromkeys(range(1, num_slots + 1), 1)
-    if options.get("key_file") is not None:
-        options["key_file"] = str(options["key_file"])
-    return HostsConfig(
-        on=on,
-        num_hosts=num_slots + 1,
-        head_takes_part=False,
-        workers=spread(num_workers, slots, num_slots + 1),
-        **said,
-        **options,
-    )
-
-
 def enter_world(on: str | None) -> World | None:
     """World of the launcher that --on names, where it started this process."""
     if on is None:
@@ -291,19 +317,6 @@ def leading_world(world: World | None) -> AbstractContextManager[list[int]]:
     from shoal.cluster.launch import world as worlds
 
     return worlds.leading(world)
-
-
-def own_address() -> str:
-    """Address of this machine on the network by which it reaches others."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: the kernel only chooses the interface
-        except OSError:
-            raise ConfigError(
-                "this machine has no network by which an engine's hosts could reach it. Nothing was started; name an address with "
-                "--bind."
-            ) from None
-        return str(probe.getsockname()[0])
 
 
 def join(

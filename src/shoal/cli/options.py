@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
@@ -146,15 +146,46 @@ _PARALLEL: dict[str, tuple[str, str, str | bool]] = {
         "With the same: scale a push whose gradient is longer than X down to X, on each server.",
         "no bound",
     ),
+    "push_every": (
+        "K",
+        "With ps:ssp and ps:async: add up the gradients of K steps on each worker and push them as one.",
+        "every step is pushed",
+    ),
+    "pull_every": (
+        "K",
+        "With the same: train on the weights of one pull for K steps, or as many as the staleness bound allows.",
+        "1",
+    ),
+    "row_cache": (
+        "ROWS",
+        "With ps:ssp, ps:async and ps:hybrid: rows of each table that a worker keeps, for as many steps as ssp=K or --pull-every "
+        "allows.",
+        "none",
+    ),
+    "fan_in": (
+        "N",
+        "With ps:ssp and ps:async: merge the pushes of up to N workers of a host into one before the servers.",
+        "pushes are not merged",
+    ),
     "table_memory": (
         "SIZE",
         "With ps: rows that each server keeps in memory, as 2G; the ones used least are on disk. The result is the same.",
         "no limit",
     ),
+    "server_device": (
+        "DEVICE",
+        "With ps: keep dense parameters and their optimizer there: cpu, or auto, cuda, cuda:N of the servers' host.",
+        True,
+    ),
     "table_dir": (
         "DIR",
         "With --table-memory: where the other rows are, on every host that has servers.",
         "the run's directory",
+    ),
+    "table_keep": (
+        "WHICH",
+        "With --table-memory: rows that stay in memory: recent (LRU), frequent (LFU), or balanced between the two.",
+        "balanced",
     ),
     "snapshot_every": (
         "N",
@@ -222,23 +253,29 @@ def _parallel_flags() -> list[inspect.Parameter]:
     return found
 
 
-def takes_parallel_options(
-    *, but_not: tuple[str, ...] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def takes_parallel_options(*, but_not: tuple[str, ...] = ()) -> Decorator:
     """Give a verb these flags where its signature has `parallel`, which it is then called with."""
     flags = [flag for flag in _parallel_flags() if flag.name not in but_not]
+    return takes_group("parallel", flags, ParallelOptions)
+
+
+def takes_group(name: str, flags: list[inspect.Parameter], group: Callable[..., Any]) -> Decorator:
+    """Give a verb flags in the place of one parameter, which it is called with: the group made of their values."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(verb, eval_str=True)
 
         @functools.wraps(verb)
         def called(**said: Any) -> None:
-            parallel = ParallelOptions(**{flag.name: said.pop(flag.name) for flag in flags})
-            verb(parallel=parallel, **said)
+            made = group(**{flag.name: said.pop(flag.name) for flag in flags})
+            verb(**{name: made}, **said)
 
         shown: list[inspect.Parameter] = []
         for parameter in own.parameters.values():
-            shown += flags if parameter.name == "parallel" else [parameter]
+            shown += flags if parameter.name == name else [parameter]
         called.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]  # what typer reads
         return called
 

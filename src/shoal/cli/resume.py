@@ -7,24 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.hosts import (
-    Advertise,
-    Bind,
-    ClusterFile,
-    EngineResources,
-    Hosts,
-    Interface,
-    JoinKeyFile,
-    JoinTimeout,
-    Journal,
-    NumConnections,
-    On,
-    Plaintext,
-    Ship,
-    Ssh,
-    hosts_config,
-    number_of_servers,
-)
+from shoal.cli.hosts import HostOptions, number_of_servers, takes_host_options
 from shoal.cli.options import Oversubscribe, RunDir, Shard, TableMemory, complete_run
 from shoal.cli.verb import leave
 
@@ -39,6 +22,7 @@ EXAMPLES = (
 )
 
 
+@takes_host_options()
 def resume(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Name or directory of the run.", autocompletion=complete_run)
@@ -71,20 +55,8 @@ def resume(
     shard: Shard = None,
     oversubscribe: Oversubscribe = False,
     run_dir: RunDir = Path("runs"),
-    on: On = None,
-    resources: EngineResources = "",
-    hosts: Hosts = None,
-    bind: Bind = None,
-    interface: Interface = None,
-    connections: NumConnections = None,
-    cluster: ClusterFile = None,
-    join_key_file: JoinKeyFile = None,
-    join_timeout: JoinTimeout = 600.0,
-    ssh: Ssh = "ssh -o BatchMode=yes",
-    advertise: Advertise = None,
-    plaintext: Plaintext = False,
-    ship: Ship = False,
-    journal: Journal = None,
+    *,
+    hosting: HostOptions,
 ) -> None:
     """Go on with a run from its newest checkpoint. Script and arguments are its own."""
     from shoal.cluster.launch.api import launch, resume_config
@@ -95,24 +67,10 @@ def resume(
     before = described.get("hosts") or []
     asked = described.get("hosts_asked") or {}  # of a run whose hosts never all joined
     num_hosts = len(before) or (0 if asked.get("on") else int(asked.get("num_hosts") or 0))
-    if num_hosts and (bind or interface) is not None and hosts is None and cluster is None:
-        hosts = str(num_hosts)
-    on_hosts = hosts_config(
-        hosts,
-        bind,
-        cluster,
-        interface,
-        on=on,
-        resources=resources,
-        num_workers=workers or int(described.get("workers") or 1),
-        connections=connections or 0,
-        key_file=join_key_file,
-        join_timeout_s=join_timeout,
-        ssh=ssh,
-        advertise=advertise or "",
-        plaintext=plaintext,
-        ship=ship,
-    )
+    says_where = (hosting.bind or hosting.interface) is not None
+    if num_hosts and says_where and hosting.hosts is None and hosting.cluster is None:
+        hosting = hosting._replace(hosts=str(num_hosts))
+    on_hosts = hosting.config(num_workers=workers or int(described.get("workers") or 1))
     if before and on_hosts is None:
         names = ", ".join(host["name"] for host in before)
         typer.echo(
@@ -129,7 +87,7 @@ def resume(
         table_memory=table_memory,
         oversubscribe=oversubscribe,
         hosts=on_hosts,
-        journal=journal,
+        journal=hosting.journal,
     )
     if newest_checkpoint(path) is None:
         # A script may give its checkpoints another place; only the script knows.

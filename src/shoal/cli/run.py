@@ -9,30 +9,17 @@ from typing import Annotated
 import typer
 
 from shoal.cli.config_file import ConfigFile, given_options, script_args
-from shoal.cli.dashboard import DashboardPort, WithDashboard
 from shoal.cli.hosts import (
-    Advertise,
-    Bind,
-    ClusterFile,
-    EngineResources,
-    Hosts,
-    Interface,
-    JoinKeyFile,
-    JoinTimeout,
-    Journal,
+    HostOptions,
     MinWorkers,
-    NumConnections,
-    On,
-    Plaintext,
     Servers,
-    Ship,
-    Ssh,
     enter_world,
     follow_world,
-    hosts_config,
     leading_world,
     number_of_servers,
+    takes_host_options,
 )
+from shoal.cli.inspect.dashboard import DashboardPort, WithDashboard
 from shoal.cli.options import (
     Grace,
     MaxRestarts,
@@ -84,6 +71,7 @@ BEFORE_SCRIPT = (
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
 
 
+@takes_host_options()
 @takes_parallel_options()
 def run(
     ctx: typer.Context,
@@ -154,20 +142,7 @@ def run(
     *,
     parallel: ParallelOptions,
     oversubscribe: Oversubscribe = False,
-    on: On = None,
-    resources: EngineResources = "",
-    hosts: Hosts = None,
-    bind: Bind = None,
-    interface: Interface = None,
-    connections: NumConnections = None,
-    cluster: ClusterFile = None,
-    join_key_file: JoinKeyFile = None,
-    join_timeout: JoinTimeout = 600.0,
-    ssh: Ssh = "ssh -o BatchMode=yes",
-    advertise: Advertise = None,
-    plaintext: Plaintext = False,
-    ship: Ship = False,
-    journal: Journal = None,
+    hosting: HostOptions,
     min_workers: MinWorkers = None,
     step_timeout: StepTimeout = 300.0,
     grace: Grace = 60.0,
@@ -184,28 +159,12 @@ def run(
         raise ConfigError(
             "--dashboard-port is for --dashboard, which was not given. Nothing was started; add --dashboard."
         )
-    world = enter_world(on)
+    world = enter_world(hosting.on)
     if world is not None and world.rank > 0:
-        raise typer.Exit(follow_world(world, bind, run_dir))
+        raise typer.Exit(follow_world(world, hosting.bind, run_dir))
     if world is not None:
         workers = world.size
-    on_hosts = hosts_config(
-        hosts,
-        bind,
-        cluster,
-        interface,
-        on=on,
-        world=world,
-        resources=resources,
-        num_workers=workers,
-        connections=connections or 0,
-        key_file=join_key_file,
-        join_timeout_s=join_timeout,
-        ssh=ssh,
-        advertise=advertise or "",
-        plaintext=plaintext,
-        ship=ship,
-    )
+    on_hosts = hosting.config(num_workers=workers, world=world)
     asked = LaunchConfig(
         script=script,
         module=script if module else "",
@@ -215,7 +174,7 @@ def run(
         profile=PROFILED_STEPS if profile else 0,
         workers=sum(on_hosts.workers) if on_hosts and on_hosts.workers and workers == 1 else workers,
         hosts=on_hosts,
-        journal=journal,
+        journal=hosting.journal,
         strategy=strategy,
         servers=number_of_servers(servers),
         replicas=replicas,

@@ -73,7 +73,7 @@ class Dimension:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class SweepTrial:
     """One run of a sweep."""
 
     number: int
@@ -187,8 +187,8 @@ def sweep(
         (lambda new, old: new < old) if minimize else (lambda new, old: new > old)
     )
     metric = minimize or maximize or ""
-    done: list[Trial] = []
-    best: Trial | None = None
+    done: list[SweepTrial] = []
+    best: SweepTrial | None = None
     suggested = (
         _sampled(dimensions, trials, bool(minimize), seed or 0) if trials else _listed(grid(dimensions))
     )
@@ -388,7 +388,7 @@ def _run(
     words: list[str],
     metric: str,
     signals: _Signals,
-) -> Trial:
+) -> SweepTrial:
     """One `shoal run`, a process of its own, so that its death is not the sweep's."""
     options = [word for each in dimensions if each.is_option for word in each.words(values[each.name])]
     args = [word for each in dimensions if not each.is_option for word in each.words(values[each.name])]
@@ -405,7 +405,7 @@ def _run(
     )
     found = _metrics(run).get(metric) if code == 0 else None
     is_number = isinstance(found, int | float) and math.isfinite(found)
-    return Trial(
+    return SweepTrial(
         number=number, values=values, run=str(run), exit=code, objective=found if is_number else None
     )
 
@@ -420,14 +420,14 @@ def _metrics(run: Path) -> dict[str, Any]:
     return measured | (metrics if isinstance(metrics, dict) else {})
 
 
-def _metrics_there(folder: Path, done: list[Trial]) -> str:
+def _metrics_there(folder: Path, done: list[SweepTrial]) -> str:
     finished = next((trial for trial in done if trial.exit == 0), None)
     if finished is None:
         return " All of them failed."
     return f" There are {', '.join(_metrics(folder / f'trial-{finished.number}'))}."
 
 
-def _write(file: Path, metric: str, done: list[Trial], best: Trial | None) -> None:
+def _write(file: Path, metric: str, done: list[SweepTrial], best: SweepTrial | None) -> None:
     """Whole at any moment: a sweep that is ended keeps what it found."""
     text = json.dumps(
         {"metric": metric, "best": best.number if best else None, "trials": [asdict(each) for each in done]},
@@ -438,7 +438,7 @@ def _write(file: Path, metric: str, done: list[Trial], best: Trial | None) -> No
     os.replace(beside, file)
 
 
-def _show(done: list[Trial], best: Trial | None, dimensions: list[Dimension], metric: str) -> None:
+def _show(done: list[SweepTrial], best: SweepTrial | None, dimensions: list[Dimension], metric: str) -> None:
     from rich import box
     from rich.table import Table
 

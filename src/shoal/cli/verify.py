@@ -338,23 +338,32 @@ def conclusion(
 
 
 def _likely_cause(outcome: VerifyOutcome) -> str:
-    of_cut = (
-        "a loss that is no mean over its samples, such as a mean over a mask (let it return a pair (sum, count)), or code in the "
-        "model that mixes the samples of a batch"
-    )
+    """What was seen first, then what could not be seen: a script's own arithmetic leaves no trace."""
+    if outcome.suspects:
+        return (
+            f"The cause is likely {_named(outcome.suspects)}, which mixes the samples of a batch: run together and in pairs, the same "
+            "samples come out different, and a worker has its own slice alone. Let it see the rows of all workers "
+            "(shoal.gather), or use a BatchNorm with --batchnorm sync."
+        )
+    of_rank = ""
+    if outcome.rank_asked_at:
+        of_rank = f"code that depends on the rank, which the script asks for in {'; '.join(outcome.rank_asked_at[:3])}, or "
+    of_loss = "a loss that is no mean over its samples, such as a mean over a mask (let it return a pair (sum, count))"
     if outcome.is_own_loop:
         return (
-            f"Likely gradients that are clipped or changed before optimizer.step() sums them, {of_cut.replace('let it return', 'Trainer takes')}, "
-            "or code that depends on shoal.rank()."
+            f"The cause is likely {of_rank}gradients that are clipped or changed by arithmetic of the script's own before "
+            "optimizer.step() sums them (shoal.clip_grad_norm_ sees sums), or "
+            f"{of_loss.replace('let it return', 'shoal.mean takes')}."
         )
     if outcome.depends_on_cut or outcome.rested is not None:
         return (
-            "It depends on how the batch is cut: one process that runs the workers' slices in turn gets what they get. Likely "
-            f"{of_cut}."
+            "It depends on how the batch is cut: one process that runs the workers' slices in turn gets what they get. The cause is likely "
+            f"{of_loss}."
         )
     return (
-        "How the batch is cut does not explain it. Likely code that depends on shoal.rank(), or a penalty on parameters that is "
-        "no part of a mean over samples."
+        "How the batch is cut does not explain it. The cause is likely "
+        f"{of_rank or 'code that depends on the rank (an environment variable, a file), or '}a penalty on parameters that is no part of a "
+        "mean over samples."
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from shoal.config import strategy as strategies
 from shoal.errors import ConfigError
 from shoal.observe import record as records
-from shoal.observe.record import BUSY, RunRecord, Steps, Totals, Trace
+from shoal.observe.record import BUSY, RunRecord, StepSeries, Totals, Trace
 
 LOWER_IS_BETTER = re.compile(r"loss|error|mse|mae|rmse|perplexity|nll|entropy")
 FAULTS = ("worker-exited", "server-exited", "coordinator-exited", "host-lost")
@@ -98,6 +98,7 @@ def figures(
         "imbalance": _imbalances(workers, servers),
         "servers_load": {name: _server(record.servers[name], each) for name, each in servers.items()},
         "staleness": _staleness(record),
+        "row_cache": record.summary.get("row_cache"),
         "restarts": record.summary.get("restarts", _restarts(record)),
         "faults": _faults(record),
         "core_seconds": sum(each.cpu_s for each in everybody.values()) or None,
@@ -157,12 +158,12 @@ def _began(record: RunRecord) -> float | None:
     return min([*found, *(times[:1].tolist())], default=None)
 
 
-def _last_finite(steps: Steps) -> float | None:
+def _last_finite(steps: StepSeries) -> float | None:
     finite = steps.loss[np.isfinite(steps.loss)]
     return float(finite[-1]) if len(finite) else None
 
 
-def _latency(steps: Steps) -> dict[str, float] | None:
+def _latency(steps: StepSeries) -> dict[str, float] | None:
     spent = steps.latencies_s()
     if not len(spent):
         return None
@@ -228,14 +229,18 @@ def _spent(each: Totals) -> dict[str, Any]:
 
 
 def stragglers(workers: Mapping[str, Totals]) -> dict[str, float]:
-    """By name, workers that are slower than the others, and how many times: by the time in which they wait for nobody."""
-    paces = {name: each.own_s / each.steps for name, each in workers.items() if each.steps}
-    found = {}
-    for name, pace in paces.items():
-        others = [other for key, other in paces.items() if key != name]
-        if others and pace > STRAGGLES * statistics.median(others):
-            found[name] = round(pace / statistics.median(others), 2)
-    return found
+    """By name, workers that are slower than the others, and how many times."""
+    return {name: round(times, 2) for name, times in slowness(workers).items() if times > STRAGGLES}
+
+
+def slowness(workers: Mapping[str, Totals]) -> dict[str, float]:
+    """Time of a step in which a worker waits for nobody, over the median of the others."""
+    paces = {name: each.own_s / each.steps for name, each in workers.items() if each.steps and each.own_s}
+    return {
+        name: pace / statistics.median(other for key, other in paces.items() if key != name)
+        for name, pace in paces.items()
+        if len(paces) > 1
+    }
 
 
 def _waiting(traces: Sequence[Trace]) -> dict[str, Any] | None:

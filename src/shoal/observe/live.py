@@ -1,7 +1,7 @@
-"""How a run stands now, as plain values: progress, and for every process where its time goes.
+"""State of a run at this moment, as plain values: progress, and where each process spends its time.
 
 Reads the ends of a run's files, so one look costs the same after a week as after
-a minute. `cli/status.py` draws it; a finished run is shown over all of its time.
+a minute. `cli/inspect/live.py` draws it; a finished run is shown over all of its time.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _recent(lines: list[dict[str, Any]], now: float) -> list[dict[str, Any]]:
 
 
 def _progress(found: RunNow) -> None:
-    """What the first worker that knows has reported; a loop of the script's own knows less."""
+    """Progress as the first worker that knows it reported; a custom loop knows less."""
     for process in found.processes:
         if process.newest.get("num_steps") or process.newest.get("epoch"):
             newest = process.newest

@@ -119,7 +119,7 @@ def _cards(figures: Mapping[str, Any]) -> str:
         ("step, 99th percentile", _seconds(latency and latency["p99_s"])),
         ("restarts", _number(figures["restarts"])),
         ("core-seconds", _number(figures["core_seconds"])),
-        ("peak memory of a process", _bytes(figures["peak_bytes"])),
+        ("peak memory of a process", in_bytes(figures["peak_bytes"])),
     ]
     if figures["gpu_seconds"]:
         cards.append(("GPU-seconds", _number(figures["gpu_seconds"])))
@@ -426,6 +426,8 @@ def _staleness(figures: Mapping[str, Any]) -> str:
         [f"{distance} steps behind", f"{count:,}", f"{count / total:.1%}"]
         for distance, count in list(counted.items())[:24]
     ]
+    if cached := figures.get("row_cache"):
+        rows.append(["rows found in a worker's cache", f"{cached['hits']:,}", f"{cached['hit_rate']:.1%}"])
     return _table(["pulls", "number", "share"], rows)
 
 
@@ -433,11 +435,11 @@ def _nodes(figures: Mapping[str, Any]) -> str:
     rows = [
         [
             name,
-            _bytes(each["sent_bytes"]),
-            _bytes(each["received_bytes"]),
+            in_bytes(each["sent_bytes"]),
+            in_bytes(each["received_bytes"]),
             _seconds(each["waited_s"]),
             _seconds(each["cpu_s"]),
-            _bytes(each["peak_bytes"]),
+            in_bytes(each["peak_bytes"]),
         ]
         for name, each in list(figures["nodes"].items())[:128]
     ]
@@ -491,7 +493,7 @@ def _seconds(value: float | None) -> str:
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
-def _bytes(value: float | None) -> str:
+def in_bytes(value: float | None) -> str:
     if not value:
         return "-"
     for unit in ("B", "KB", "MB", "GB", "TB"):

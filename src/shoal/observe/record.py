@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.observe import runs
+from shoal.observe import json_lines, runs
 from shoal.runtime import own_files
 from shoal.runtime.recorder import HEADER_BYTES, MAGIC, RECORD_BYTES, RECORD_FIELDS, VERSION
 
@@ -42,7 +42,7 @@ class _StepLine(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Steps:
+class StepSeries:
     """metrics.jsonl as columns, one entry per step of rank 0."""
 
     step: NDArray[np.int64]
@@ -69,7 +69,7 @@ class RunRecord:
     config: dict[str, Any]
     summary: dict[str, Any]
     state: runs.RunState
-    steps: Steps
+    steps: StepSeries
     epochs: list[dict[str, Any]]
     events: list[dict[str, Any]]
     activity: dict[str, list[dict[str, Any]]]
@@ -98,10 +98,10 @@ def read(path: Path, *, metric: str | None = None) -> RunRecord:
         summary=summary,
         state=runs.state(path, summary),
         steps=read_steps(path / "metrics.jsonl"),
-        epochs=list(_objects(path / "epochs.jsonl")),
-        events=list(_objects(path / "events.jsonl")),
+        epochs=_objects(path / "epochs.jsonl"),
+        events=_objects(path / "events.jsonl"),
         activity=read_activity(path),
-        measured=list(_objects(path / "metrics.jsonl", having=metric)) if metric is not None else [],
+        measured=_objects(path / "metrics.jsonl", having=metric) if metric is not None else [],
     )
     record.missing = list(_missing(record))
     return record
@@ -125,26 +125,13 @@ def _missing(record: RunRecord) -> Iterator[str]:
         yield "the run is still alive: figures are those of what was written by now."
 
 
-def read_steps(path: Path) -> Steps:
+def read_steps(path: Path) -> StepSeries:
     try:
         raw = own_files.read(path, any_owner=True, max_bytes=MAX_FILE_BYTES)
     except OSError:
         raw = b""
-    decoder = msgspec.json.Decoder(_StepLine)
-    try:
-        lines = msgspec.json.Decoder(list[_StepLine]).decode(b"[" + b",".join(raw.splitlines()) + b"]")
-    except (
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-        RecursionError,
-    ):  # a line torn by a kill, or just being written
-        lines = []
-        for line in raw.splitlines():
-            try:
-                lines.append(decoder.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
-    return Steps(
+    lines = json_lines.decoded(raw, msgspec.json.Decoder(_StepLine))
+    return StepSeries(
         step=np.array([line.step for line in lines], np.int64),
         loss=np.array([np.nan if line.loss is None else line.loss for line in lines], np.float64),
         samples=np.array([line.samples for line in lines], np.int64),
@@ -167,22 +154,15 @@ def by_number(process: str) -> tuple[int, str, int]:
     return order, role or process, int(number) if number.isdigit() else 0
 
 
-def _objects(path: Path, *, having: str | None = None) -> Iterator[dict[str, Any]]:
+def _objects(path: Path, *, having: str | None = None) -> list[dict[str, Any]]:
     """Objects of a file, a line each; those that have a key, where one is given."""
     try:
         raw = own_files.read(path, any_owner=True, max_bytes=MAX_FILE_BYTES)
     except OSError:
-        return
-    key = f'"{having}"'.encode() if having is not None else b""
-    for line in raw.splitlines():
-        if key not in line:
-            continue
-        try:
-            found = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            yield found
+        return []
+    if having is not None:
+        raw = b"\n".join(line for line in raw.splitlines() if f'"{having}"'.encode() in line)
+    return json_lines.objects(raw)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from shoal.runtime import own_files
 
 if TYPE_CHECKING:
     from shoal.cluster.coordinator.lease_service import LeaseService
-    from shoal.cluster.ledger.ledger import Epoch, RankTotals, Span
+    from shoal.cluster.ledger.ledger import Epoch, RankTotals, SampleSpan
 
 TAIL_BYTES = 256 * 1024
 """How much of the end of a file is looked through for its last lines."""
@@ -342,7 +342,7 @@ def _workers(by_rank: Mapping[int, RankTotals]) -> dict[str, dict[str, int]]:
     return {str(rank): {"batches": had.batches, "samples": had.samples} for rank, had in by_rank.items()}
 
 
-def _span(span: Span) -> dict[str, Any]:
+def _span(span: SampleSpan) -> dict[str, Any]:
     return {
         "start": span.start,
         "stop": span.stop,

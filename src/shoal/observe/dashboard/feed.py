@@ -20,7 +20,7 @@ import numpy as np
 
 from shoal.observe import drawing, runs
 from shoal.observe.dashboard.buckets import Buckets
-from shoal.observe.dashboard.json_lines import JsonLines, objects
+from shoal.observe.json_lines import JsonLines, objects
 
 MAX_EVENTS = 4000
 """Newest events that are kept; those that repeat every second (leases) are not among them."""
@@ -214,7 +214,7 @@ class RunFeed:
 
 
 def _parts(file: JsonLines, deadline: float) -> Iterator[tuple[bytes, bool]]:
-    """What is new in a file, a part at a time, until nothing is left or it is late."""
+    """New lines of a file, a part at a time, until none is left or the deadline passes."""
     while True:
         left = file.left_bytes
         yield file.read()

@@ -32,7 +32,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a dashboard listens, and its secret."""
+    """Address of a dashboard, with its secret."""
 
     listener: socket.socket
     host: str

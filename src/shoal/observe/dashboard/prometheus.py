@@ -82,8 +82,5 @@ def text(of_runs: list[list[Figure]]) -> str:
 
 
 def _labels(labels: dict[str, str]) -> str:
-    return ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+    escapes = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+    return ",".join(f'{key}="{value.translate(escapes)}"' for key, value in labels.items())

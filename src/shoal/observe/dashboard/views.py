@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 from shoal.observe import figures, record, runs
 from shoal.observe.dashboard.feed import RunFeed
+from shoal.runtime.signal_names import signal_name
 
 RECENT_S = 30.0
 """How far back "now" reaches: speed, shares of time, stragglers."""
@@ -42,7 +43,7 @@ Values = dict[str, Any]
 
 
 def head(feed: RunFeed) -> Values:
-    """What every page says of its run."""
+    """Head of every page."""
     summary = feed.summary
     restarts = summary.get("restarts")
     if restarts is None:
@@ -108,7 +109,9 @@ def _epoch(feed: RunFeed) -> int | None:
 
 def _told(feed: RunFeed) -> Values:
     """The newest line in which a worker tells how far it will go."""
-    lines = (line for name in sorted(feed.activity, key=_numbered) for line in reversed(feed.activity[name]))
+    lines = (
+        line for name in sorted(feed.activity, key=record.by_number) for line in reversed(feed.activity[name])
+    )
     return next((line for line in lines if line.get("num_steps")), {})
 
 
@@ -142,7 +145,7 @@ def overview(feed: RunFeed) -> Values:
 
 
 def answers(feed: RunFeed) -> list[Values]:
-    """What one wants to know first, in sentences: is it learning, is it fast, what holds it up, what died."""
+    """Answers to the first questions, in sentences: is it learning, is it fast, what holds it up, what died."""
     return [
         {"question": "Is it learning?", **_learning(feed)},
         {"question": "Is it fast?", **_fast(feed)},
@@ -173,7 +176,7 @@ def _fast(feed: RunFeed) -> Values:
     speed = progress(feed)["samples_per_s"]
     if speed is None:
         return {"answer": "no speed measured yet", "level": "unknown"}
-    shares = _shares(feed, _recent_lines)
+    shares = _shares(feed)
     total = sum(shares.values())
     if not any(shares.get(name) for name in GROUPS):
         return {"answer": f"{_short(speed)} samples/s", "level": "fair"}
@@ -188,7 +191,7 @@ def _bottleneck(feed: RunFeed) -> Values:
     ]
     if slow:
         return {"answer": f"{', '.join(slow[:3])}: far slower than the others", "level": "bad"}
-    shares = _shares(feed, _recent_lines)
+    shares = _shares(feed)
     total = sum(shares.values())
     if not any(shares.get(name) for name in GROUPS):
         return {"answer": "no activity recorded", "level": "unknown"}
@@ -229,9 +232,10 @@ def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
             list(feed.events), feed.state, num_workers=_count(feed.config.get("workers"))
         )
     }
-    seen = sorted((name for name in feed.activity if name.startswith("worker-")), key=_numbered)
-    names = sorted({*started, *seen}, key=_numbered)
+    seen = sorted((name for name in feed.activity if name.startswith("worker-")), key=record.by_number)
+    names = sorted({*started, *seen}, key=record.by_number)
     end = _end(feed, names)
+    totals: dict[str, record.Totals] = {}
     lease = runs.leases([feed.leases]) or feed.summary.get("leases") or {}
     found = []
     for name in names:
@@ -239,8 +243,8 @@ def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
         # An ended run shows how it trained, not how it idled afterwards.
         worked = lines if feed.state is runs.RunState.ALIVE else record.while_training(lines)
         recent = [line for line in worked if line["at"] > worked[-1]["at"] - RECENT_S]
-        shares, seconds = _grouped(recent), _length(recent)
-        samples, steps = _total(recent, "samples"), _total(recent, "steps")
+        seconds, did = sum(map(record.interval_s, recent)), record.totals(recent)
+        totals[name] = did
         process = started.get(name, {})
         had = lease.get(name.removeprefix("worker-"))
         found.append(
@@ -251,15 +255,12 @@ def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
                 "host": process.get("host", lines[-1].get("host") if lines else None),
                 "restarts": process.get("restarts", 0),
                 "step": lines[-1].get("step") if lines else None,
-                "samples_per_s": samples / seconds if seconds else None,
-                "steps_per_s": steps / seconds if seconds else None,
-                "shares": _fractions(shares, seconds),
-                "own_per_step_s": record.totals(recent).own_s / steps if steps else None,
+                "samples_per_s": did.samples / seconds if seconds else None,
+                "steps_per_s": did.steps / seconds if seconds else None,
+                "shares": _fractions(_grouped(recent), seconds),
                 "rss_bytes": lines[-1].get("rss_bytes") if lines else None,
-                "cpu": _total(recent, "cpu_s") / seconds if seconds else None,
-                "bytes_per_s": (_bytes(recent, "sent") + _bytes(recent, "received")) / seconds
-                if seconds
-                else None,
+                "cpu": did.cpu_s / seconds if seconds else None,
+                "bytes_per_s": (did.sent_bytes + did.received_bytes) / seconds if seconds else None,
                 "leases": had if isinstance(had, list) else None,
                 "is_straggler": False,
                 "lane": _lane([line for line in lines if line["at"] > end - LANES_S], end)
@@ -267,7 +268,10 @@ def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
                 else [],
             }
         )
-    _mark_stragglers(found)
+    slowness = figures.slowness(totals)
+    for worker in found:
+        if times := slowness.get(worker["process"]):
+            worker |= {"slowness": times, "is_straggler": times > figures.STRAGGLES}
     return {
         "workers": found,
         "groups": list(GROUPS),
@@ -277,23 +281,18 @@ def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
     }
 
 
-def _mark_stragglers(found: list[Values]) -> None:
-    """By the time of a step in which a worker waits for nobody, as reports and `shoal status` do."""
-    costs = [worker["own_per_step_s"] for worker in found]
-    for index, worker in enumerate(found):
-        others = [cost for k, cost in enumerate(costs) if k != index and cost]
-        if others and worker["own_per_step_s"]:
-            worker["slowness"] = worker["own_per_step_s"] / statistics.median(others)
-            worker["is_straggler"] = worker["slowness"] > figures.STRAGGLES
-
-
 def _lane(lines: list[Values], end: float) -> list[list[float]]:
     """A lane's intervals: [begin, end, then the share of each group of GROUPS]."""
     found = []
-    for line, begin in zip(lines, _begins(lines), strict=True):
-        shares = _fractions(_grouped([line]), max(line["at"] - begin, 1e-3))
+    for line in lines:
+        length = max(record.interval_s(line), 1e-3)
+        shares = _fractions(_grouped([line]), length)
         found.append(
-            [round(begin - end, 2), round(line["at"] - end, 2), *(shares.get(name, 0.0) for name in GROUPS)]
+            [
+                round(line["at"] - length - end, 2),
+                round(line["at"] - end, 2),
+                *(shares.get(name, 0.0) for name in GROUPS),
+            ]
         )
     return found
 
@@ -308,14 +307,15 @@ def servers(feed: RunFeed) -> Values:
             if name not in held or not held[name].get("primary")
         }
     seen = [name for name in feed.activity if name.startswith("server-")]
-    names = sorted({*held, *seen}, key=_numbered)
+    names = sorted({*held, *seen}, key=record.by_number)
     end = _end(feed, names)
     staleness: Counter[str] = Counter()
     found, series = [], {}
     for name in names:
         lines = list(feed.activity.get(name, ()))
         recent = [line for line in lines if line["at"] > end - RECENT_S]
-        seconds, newest = _length(recent), lines[-1] if lines else {}
+        seconds, newest = sum(map(record.interval_s, recent)), lines[-1] if lines else {}
+        did = record.totals(recent)
         for line in lines:
             staleness.update(_counts(line.get("staleness")))
         cache = Counter[str]()
@@ -336,8 +336,8 @@ def servers(feed: RunFeed) -> Values:
                 "filling": process.get("filling", 0),
                 "load": _busy(recent) / seconds if seconds else None,
                 "queue_s": statistics.fmean(queued) if queued else None,
-                "received_per_s": _bytes(recent, "received") / seconds if seconds else None,
-                "sent_per_s": _bytes(recent, "sent") / seconds if seconds else None,
+                "received_per_s": did.received_bytes / seconds if seconds else None,
+                "sent_per_s": did.sent_bytes / seconds if seconds else None,
                 "rows": {str(k): v for k, v in _counts(newest.get("rows")).items()},
                 "cache_hit_rate": cache["hits"] / looked_up if looked_up else None,
                 "rss_bytes": newest.get("rss_bytes"),
@@ -349,11 +349,26 @@ def servers(feed: RunFeed) -> Values:
     return {
         "servers": found,
         "series": series,
-        "staleness": dict(sorted(staleness.items(), key=lambda item: _numbered(item[0]))),
+        "staleness": dict(sorted(staleness.items(), key=lambda item: (len(item[0]), item[0]))),
+        "row_cache_hit_rate": _row_cache_hit_rate(feed, end),
         "num_slots": sum(each["primary"] or 0 for each in found) or None,
         "replicas": feed.config.get("replicas"),
         "end": end,
     }
+
+
+def _row_cache_hit_rate(feed: RunFeed, end: float) -> float | None:
+    """Share of rows that the workers found in their own caches lately; of the whole run once it has ended."""
+    if isinstance(told := feed.summary.get("row_cache"), dict):
+        return float(told["hit_rate"])
+    cache = Counter[str]()
+    for name, lines in feed.activity.items():
+        if name.startswith("worker-"):
+            for line in lines:
+                if line["at"] > end - RECENT_S:
+                    cache.update(_counts(line.get("cache")))
+    looked_up = cache["hits"] + cache["misses"]
+    return cache["hits"] / looked_up if looked_up else None
 
 
 def _last_slots(events: list[Values]) -> dict[str, Values]:
@@ -368,12 +383,12 @@ def _last_slots(events: list[Values]) -> dict[str, Values]:
 
 def _series(lines: list[Values], end: float) -> Values:
     found: Values = {"at": [], "queue_ms": [], "bytes_per_s": [], "load": []}
-    for line, begin in zip(lines, _begins(lines), strict=True):
-        length = max(line["at"] - begin, 1e-3)
+    for line in lines:
+        length, moved = max(record.interval_s(line), 1e-3), record.totals([line])
         found["at"].append(round(line["at"] - end, 1))
         queued = line.get("queue_s")
         found["queue_ms"].append(round(queued * 1000, 3) if _is_number(queued) else None)
-        found["bytes_per_s"].append(round((_bytes([line], "received") + _bytes([line], "sent")) / length))
+        found["bytes_per_s"].append(round((moved.received_bytes + moved.sent_bytes) / length))
         found["load"].append(round(_busy([line]) / length, 4))
     return found
 
@@ -437,21 +452,9 @@ def faults(feed: RunFeed) -> list[Values]:
     found: list[Values] = []
     open_by: dict[str, Values] = {}
     for event in feed.events:
-        kind, at = str(event.get("event")), event.get("time")
-        name = _process_of(event)
+        kind, name = str(event.get("event")), _process_of(event)
         if kind.endswith("-exited") and name and event.get("code") != 0:
-            fault = {
-                "process": name,
-                "at": at if _is_number(at) else None,
-                "code": event.get("code"),
-                "signal": _signal(event.get("code")),
-                "incarnation": event.get("incarnation", 0),
-                "step": feed.steps.step_at(at) if _is_number(at) else None,
-                "replaced_after_s": None,
-                "live_after_s": None,
-                "view": None,
-                "donor": None,
-            }
+            fault = _fault(feed, event, name, _signal(event.get("code")))
             found.append(fault)
             open_by[name] = fault
         elif kind.endswith("-replaced") and name in open_by:
@@ -467,7 +470,7 @@ def faults(feed: RunFeed) -> list[Values]:
                     if is_server and kind == "server-view" and fault["live_after_s"] is None:
                         fault["live_after_s"] = _passed(event, fault)
         elif kind == "host-lost":
-            found.append(_lost_host(event, feed.steps.step_at(at) if _is_number(at) else None))
+            found.append(_fault(feed, event, f"host-{event.get('host')}", event.get("reason")))
     # Servers are killed when the job is over: that is no death.
     over = _end_of_work(feed)
     return [
@@ -492,18 +495,16 @@ def _end_of_work(feed: RunFeed) -> float | None:
     return max(left) if left else None
 
 
-def _lost_host(event: Values, step: float | None) -> Values:
+def _fault(feed: RunFeed, event: Values, process: str, signal: str | None) -> Values:
+    at = event.get("time") if _is_number(event.get("time")) else None
     return {
-        "process": f"host-{event.get('host')}",
-        "at": event.get("time"),
-        "code": None,
-        "signal": event.get("reason"),
-        "incarnation": 0,
-        "step": step,
-        "replaced_after_s": None,
-        "live_after_s": None,
-        "view": None,
-        "donor": None,
+        "process": process,
+        "at": at,
+        "code": event.get("code"),
+        "signal": signal,
+        "incarnation": event.get("incarnation", 0),
+        "step": feed.steps.step_at(at) if at is not None else None,
+        **dict.fromkeys(("replaced_after_s", "live_after_s", "view", "donor")),
     }
 
 
@@ -522,14 +523,9 @@ def _passed(event: Values, fault: Values) -> float | None:
 
 
 def _signal(code: Any) -> str | None:
-    import signal
-
-    if isinstance(code, int) and code < 0:
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit code {code}" if isinstance(code, int) else None
+    if not isinstance(code, int):
+        return None
+    return signal_name(-code) if code < 0 else f"exit code {code}"
 
 
 def graph(feed: RunFeed) -> Values:
@@ -590,21 +586,17 @@ PAGES: dict[str, Callable[[RunFeed], Values]] = {
 # ---- sums over lines of activity -----------------------------------------------------------------------
 
 
-def _recent_lines(feed: RunFeed, name: str) -> list[Values]:
-    lines = list(feed.activity.get(name, ()))
-    return [line for line in lines if line["at"] > lines[-1]["at"] - RECENT_S] if lines else []
-
-
-def _shares(feed: RunFeed, lines_of: Callable[[RunFeed, str], list[Values]]) -> dict[str, float]:
+def _shares(feed: RunFeed) -> dict[str, float]:
     """Seconds of all workers by group, and those in none."""
     total: Counter[str] = Counter()
     for name in feed.activity:
         if name.startswith("worker-"):
-            lines = lines_of(feed, name)
+            lines = list(feed.activity[name])
+            lines = [line for line in lines if line["at"] > lines[-1]["at"] - RECENT_S]
             if feed.state is not runs.RunState.ALIVE:
                 lines = record.while_training(lines)
             grouped = _grouped(lines)
-            grouped[OUTSIDE] = max(0.0, _length(lines) - sum(grouped.values()))
+            grouped[OUTSIDE] = max(0.0, sum(map(record.interval_s, lines)) - sum(grouped.values()))
             total.update(grouped)
     return dict(total)
 
@@ -625,36 +617,9 @@ def _fractions(shares: dict[str, float], seconds: float) -> dict[str, float]:
     return {name: round(spent / whole, 4) for name, spent in shares.items()} if whole else {}
 
 
-def _begins(lines: list[Values]) -> list[float]:
-    """Where each interval begins; of a line that does not say, at the end of the one before, unless there was a pause."""
-    found = []
-    for index, line in enumerate(lines):
-        if _is_number(line.get("interval_s")):
-            found.append(line["at"] - line["interval_s"])
-            continue
-        before = lines[index - 1]["at"] if index else line["at"] - 1.0
-        spent = sum(v for v in (line.get("seconds") or {}).values() if _is_number(v))
-        longest = max(5.0, spent * 1.5)
-        found.append(before if 0 < line["at"] - before <= longest else line["at"] - max(1.0, spent))
-    return found
-
-
-def _length(lines: list[Values]) -> float:
-    return float(sum(line["at"] - begin for line, begin in zip(lines, _begins(lines), strict=True)))
-
-
-def _total(lines: list[Values], key: str) -> float:
-    return float(sum(line[key] for line in lines if _is_number(line.get(key))))
-
-
 def _busy(lines: list[Values]) -> float:
     """Seconds in which a server did something."""
     return sum(seconds for group, seconds in _grouped(lines).items() if group != "waiting")
-
-
-def _bytes(lines: list[Values], way: str) -> float:
-    moved = (line.get("bytes") for line in lines)
-    return float(sum(each[way] for each in moved if isinstance(each, dict) and _is_number(each.get(way))))
 
 
 def _counts(found: Any) -> dict[str, Any]:
@@ -667,11 +632,6 @@ def _end(feed: RunFeed, names: Iterable[str]) -> float:
     return (
         time.time() if feed.state is runs.RunState.ALIVE and newest and time.time() - newest < 60 else newest
     )
-
-
-def _numbered(name: str) -> tuple[str, int]:
-    role, _, number = name.rpartition("-")
-    return role, int(number) if number.isdigit() else -1
 
 
 def _count(value: Any) -> int | None:

@@ -45,6 +45,7 @@ FROM_SOURCE = {
     "engines": "the click model on MPI, Slurm and Ray of this machine against the same without; needs `make test-engines`",
     "mesh_step": "a step of fsdp, tp and pp against the same by hand; memory per process against ddp",
     "large_model": "peak memory of a rank under fsdp, tp and pp, and the largest model within 2 GiB",
+    "table_increments": "what a checkpoint of a table costs of which 1 % of the rows changed",
     "checkpoint_stall": "what a checkpoint of 1 GiB costs a step, in the background and not",
     "compress_slow_link": "compression and --sync-every between two networks at 100 Mbit/s",
     "launch": "launch to first step against torchrun",
@@ -63,6 +64,7 @@ FROM_SOURCE = {
     "data_dynamic": "an epoch with a slow worker: dynamic, equal and measured shares against the ideal",
     "scaling": "samples/s and CPU time of a step over numbers of workers and servers",
     "ps_tables": "rows on disk past a memory limit, and compressed pushes and pulls, against neither",
+    "ps_relaxed": "options of the relaxed modes (--push-every, --row-cache, --fan-in, top-k): bytes, samples/s, AUC",
     "dashboard": "pages of a run of a million steps and 64 workers; samples/s with and without the dashboard",
     "observe_cost": "spans and activity of processes: a step recorded against one that is not",
     "peers": "the click model against other parameter servers; installs them",
@@ -165,21 +167,21 @@ def _scale(
     *,
     as_json: bool,
 ) -> None:
-    from shoal.cli import bench_scale
+    from shoal.cli.bench import scale
 
     if script is None:
         raise ConfigError(
             "scale measures a script of yours. Nothing was started; `shoal bench scale train.py -n 1,2,4`."
         )
-    wanted = bench_scale.parse_counts(counts)
+    wanted = scale.parse_counts(counts)
 
     def emit(line: dict[str, Any]) -> None:
         if as_json:
             typer.echo(json.dumps({"benchmark": SCALE, "script": script, **line}))
         else:
-            bench_scale.show(line, max(wanted) / min(wanted))
+            scale.show(line, max(wanted) / min(wanted))
 
-    found = bench_scale.measure(
+    found = scale.measure(
         script,
         args,
         counts=wanted,
@@ -213,7 +215,7 @@ def _list(as_json: bool) -> None:
 # Figures hold for one machine at one time. Two of them compare only where both were measured in one call; comparisons that must
 # hold alternate, and are in benchmarks/.
 
-JOBS = Path(__file__).with_name("bench_jobs.py")
+JOBS = Path(__file__).with_name("jobs.py")
 
 NUM_PAIRS = 10_000_000
 """Less where little time is given: making so many rows takes seconds."""
@@ -296,7 +298,7 @@ def _shown(num_bytes: int) -> str:
 
 @contextmanager
 def _job_runner(*, with_servers: bool) -> Iterator[Callable[[str, float, str, int, int], list[Any]]]:
-    """Runs jobs of bench_jobs.py by name, argument, strategy, workers and servers; each returns what its ranks wrote."""
+    """Runs jobs of jobs.py by name, argument, strategy, workers and servers; each returns what its ranks wrote."""
     from shoal.cluster.launch.api import LaunchConfig, launch
     from shoal.cluster.launch.roles import preload_for
     from shoal.cluster.supervisor.warm_parent import WarmParent

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from shoal.runtime import own_files
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 512 << 10
 MAX_LINE_BYTES = 256 << 10
@@ -35,7 +37,7 @@ class JsonLines:
 
     @property
     def left_bytes(self) -> int:
-        """What was there at the last look and is not read yet."""
+        """Bytes seen at the last look and not read yet."""
         return max(0, self.size - self._offset)
 
     def read(self, max_bytes: int = CHUNK_BYTES) -> tuple[bytes, bool]:
@@ -86,21 +88,26 @@ class JsonLines:
             os.close(fd)
 
 
-_decoder = msgspec.json.Decoder()
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def decoded(lines: bytes, decoder: msgspec.json.Decoder[T]) -> list[T]:
+    """A value for each line; lines that cannot be decoded (torn by a kill, or just being written) are left out."""
+    try:
+        return decoder.decode_lines(lines)
+    except _UNREADABLE:
+        return list(_one_by_one(lines, decoder))
+
+
+def _one_by_one(lines: bytes, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+    for line in lines.splitlines():
+        try:
+            yield decoder.decode(line)
+        except _UNREADABLE:
+            continue
 
 
 def objects(lines: bytes) -> list[dict[str, Any]]:
     """The objects in whole lines, without the lines that hold none."""
-    try:
-        found = _decoder.decode_lines(lines)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        found = list(_one_by_one(lines))
-    return [each for each in found if isinstance(each, dict)]
-
-
-def _one_by_one(lines: bytes) -> Iterator[Any]:
-    for line in lines.splitlines():
-        try:
-            yield _decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
+    return [each for each in decoded(lines, _decoder) if isinstance(each, dict)]

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.inspect.status import finite
 from shoal.cli.options import AsJson, RunDir, complete_run
-from shoal.cli.status import finite
 
 EXAMPLES = (
     "\b\n"

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.cluster.supervisor.progress_text import duration
 from shoal.observe.live import ProcessNow, RunNow, look
+from shoal.observe.page import in_bytes
 from shoal.observe.record import BUSY
 from shoal.observe.runs import RunState
 
@@ -81,7 +83,7 @@ def draw(now: RunNow, *, has_colours: bool) -> RenderableType:
                 bar(each, has_colours=has_colours),
                 f"{spent.share('exchange', 'push', 'pull', 'wait'):.0%}",
                 f"{each.per_s(spent.cpu_s):.0%}",
-                _bytes(each.newest.get("rss_bytes")),
+                in_bytes(each.newest.get("rss_bytes")),
                 _remarks(each),
             )
         parts.append(table)
@@ -99,12 +101,12 @@ def draw(now: RunNow, *, has_colours: bool) -> RenderableType:
                 f"{each.per_s(working):.0%}",
                 f"{each.newest.get('requests', 0) / (each.newest.get('interval_s') or 1):,.0f}",
                 f"{each.newest.get('queue_s', 0.0) * 1e3:.2f} ms",
-                _bytes(each.per_s(each.totals.received_bytes)) + "/s",
-                _bytes(each.per_s(each.totals.sent_bytes)) + "/s",
+                in_bytes(each.per_s(each.totals.received_bytes)) + "/s",
+                in_bytes(each.per_s(each.totals.sent_bytes)) + "/s",
                 str(each.newest.get("slots", "-")),
                 str(each.newest.get("replicas", "-")),
                 f"{sum(rows.values()):,}" if isinstance(rows, dict) and rows else "-",
-                _bytes(each.newest.get("rss_bytes")),
+                in_bytes(each.newest.get("rss_bytes")),
                 _remarks(each),
             )
         parts.append(table)
@@ -131,18 +133,7 @@ def _headline(now: RunNow) -> str:
     if now.samples_per_s is not None:
         said.append(f"{now.samples_per_s:,.0f} samples/s")
     if now.eta_s is not None:
-        minutes, seconds = divmod(int(now.eta_s), 60)
-        hours, minutes = divmod(minutes, 60)
-        said.append(
-            "ETA "
-            + (
-                f"{hours} h {minutes} min"
-                if hours
-                else f"{minutes} min {seconds} s"
-                if minutes
-                else f"{seconds} s"
-            )
-        )
+        said.append(f"ETA {duration(now.eta_s)}")
     return "  ".join(said)
 
 
@@ -184,13 +175,3 @@ def _remarks(process: ProcessNow) -> str:
     if process.silent_s is not None:
         said.append(f"silent for {process.silent_s:.0f} s")
     return ", ".join(said)
-
-
-def _bytes(value: float | None) -> str:
-    if not value:
-        return "-"
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    raise AssertionError

@@ -73,7 +73,7 @@ def status(
     elif as_json:
         _print_json(details)
     else:
-        from shoal.cli import live
+        from shoal.cli.inspect import live
         from shoal.observe.live import look
 
         _show(details)
@@ -166,6 +166,8 @@ def _show(details: dict[str, Any]) -> None:
         table.add_row("exchange", progress_text.exchanged(exchanged))
     if tables := details["summary"].get("tables"):
         table.add_row("tables", progress_text.tables(tables))
+    if cached := details["summary"].get("row_cache"):
+        table.add_row("row cache", progress_text.row_cache(cached))
     table.add_row("checkpoint", details["checkpoint"] or "none yet")
     everybody = [*details["processes"], *details["servers"]]
     table.add_row("restarts", str(sum(process["restarts"] for process in everybody)))

@@ -1,0 +1,1 @@
+"""`shoal bench`: benchmarks of this installation by name."""

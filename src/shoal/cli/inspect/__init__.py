@@ -1,0 +1,1 @@
+"""Verbs that read a run, or show a model, and change neither."""
