@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Tests start hundreds of interpreters. Where Python is told to keep no bytecode, each of them compiles torch again: seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast test-engines matrix check lint types policies format bench bench-peers simulate clean
+.PHONY: setup kernels demo test test-fast test-engines matrix check lint types policies format bench bench-peers simulate clean
 
 setup: $(READY)
 
@@ -20,6 +20,10 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
+
+# Compiled loops, once for this machine: test processes that begin side by side would each compile them, a minute of a core.
+kernels: $(READY)
+	$(BIN)/python .ci/kernels
 
 # Half as many test processes again as there are cores: tests of jobs wait for deaths, deadlines and each other.
 TEST_PROCESSES ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))

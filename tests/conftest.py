@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -35,6 +36,13 @@ SET_BY_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK",  # torch, when it is imported
     "KMP_INIT_AT_FORK",
 }
+
+
+def pytest_configure() -> None:
+    """Take signals as in a terminal: a shell has its background jobs ignore Ctrl-C, and tests that send it would wait for ever."""
+    for signum in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from invoking import Command, Shoal
 
-from shoal.cli import bench_scale
-from shoal.cli.bench import BENCHES, FROM_SOURCE, SCALE
+from shoal.cli.bench import scale
+from shoal.cli.bench.command import BENCHES, FROM_SOURCE, SCALE
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +59,7 @@ def swept(*rates: float) -> list[dict[str, Any]]:
     ],
 )
 def test_a_sweep_says_how_many_workers_pay(rates: tuple[float, ...], said: str) -> None:
-    assert said in bench_scale.advice(swept(*rates))
+    assert said in scale.advice(swept(*rates))
 
 
 def test_what_is_said_to_be_in_the_source_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from invoking import Shoal
 
-from shoal.cli import stack
+from shoal.cli.inspect import stack
 from shoal.observe import runs
 
 EVENTS = [

@@ -138,3 +138,26 @@ def test_every_host_has_devices_of_its_own() -> None:
 def test_a_gpu_is_what_torch_calls_cuda() -> None:
     assert place("gpu", num_workers=2, visible={"cuda": 2}).devices == ("cuda:0", "cuda:1")
     assert place("GPU:1,cpu", num_workers=2, visible={"cuda": 2}).devices == ("cuda:1", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("said", "number", "visible", "device"),
+    [
+        ("cpu", 0, {"cuda": 2}, "cpu"),
+        ("auto", 0, {}, "cpu"),
+        ("auto", 3, {"cuda": 2}, "cuda:1"),
+        ("cuda", 2, {"cuda": 2}, "cuda:0"),
+        ("gpu:1", 0, {"cuda": 2}, "cuda:1"),
+    ],
+)
+def test_servers_take_turns_over_the_devices_of_their_host(
+    said: str, number: int, visible: dict[str, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "visible_devices", lambda: visible)
+    assert placement.of_server(said, number) == device
+
+
+def test_a_server_without_the_device_that_was_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "visible_devices", lambda: {"cuda": 1})
+    with pytest.raises(ConfigError, match="--server-device cuda:1: server 0 sees 1 cuda"):
+        placement.of_server("cuda:1", 0)

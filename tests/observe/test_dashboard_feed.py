@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shoal.observe.dashboard import prometheus, views
 from shoal.observe.dashboard.buckets import Buckets
 from shoal.observe.dashboard.feed import MAX_INTERVALS, RunFeed
-from shoal.observe.dashboard.json_lines import CHUNK_BYTES, JsonLines, objects
+from shoal.observe.json_lines import CHUNK_BYTES, JsonLines, objects
 from simulated_run import lines, write_run
 
 

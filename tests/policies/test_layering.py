@@ -33,6 +33,7 @@ FACADES = {
     "shoal.errors",
     "shoal.memory",
     "shoal.nn",
+    "shoal.spark",
 }
 
 TORCH = ("torch", "torchmetrics", "safetensors.torch")

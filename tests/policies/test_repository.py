@@ -17,6 +17,31 @@ TEXT = {".py", ".md", ".toml", ".txt", ".json", ".jsonl", ".yml", ".yaml", ".sh"
 BROUGHT_BY_TORCH = ("nvidia-", "triton", "cuda-")
 
 
+MAX_WALK_FILES = {
+    "One step under ddp": 15,
+    "One batch from Parquet": 15,
+    "One step under ps": 22,
+    "A worker is killed": 15,
+}
+
+
+def test_walks_of_the_architecture_page_name_few_files_and_all_exist(root: Path) -> None:
+    page = (root / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", page))
+    missing = [
+        name for name in named if not (root / "src/shoal" / name).exists() and not (root / name).exists()
+    ]
+    assert not missing, f"docs/architecture.md names files that are not there: {sorted(missing)}"
+    for title, most in MAX_WALK_FILES.items():
+        walk = page.split(f"## {title}\n")[1].split("\n## ")[0]
+        steps = " ".join(re.findall(r"(?ms)^\d\. .*?(?=^\d\. |\n\n|\Z)", walk))
+        files = set(re.findall(r"`([a-z_/]+\.py)`", steps))
+        assert files, f"the walk '{title}' has no numbered steps"
+        assert len(files) <= most, (
+            f"'{title}' takes {len(files)} files, at most {most} are wanted: {sorted(files)}"
+        )
+
+
 def test_every_dependency_is_pinned_within_its_range(root: Path) -> None:
     pins = _pins(root)
     for wanted in _requirements(root):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 from parsed import Module
 
 MAX_EXAMPLE_LINES = 100
+MAX_FILES_PER_FOLDER = 20
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "tools"}
 CONFIG_ENDINGS = ("Config", "Plan", "Job")
 
@@ -21,6 +23,22 @@ def test_no_file_or_folder_is_named_after_nothing(modules: list[Module]) -> None
     assert not vague, (
         f"{vague}: such a name says nothing about what is inside. Name the idea, or move the code to it."
     )
+
+
+def test_no_class_name_occurs_twice(modules: list[Module]) -> None:
+    places: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{module.where}:{node.lineno}")
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert not twice, f"one word for one thing: a search for a class finds one place. Rename one of {twice}"
+
+
+def test_no_folder_is_a_drawer(modules: list[Module]) -> None:
+    sizes = Counter(str(module.path.parent) for module in modules if module.path.name != "__init__.py")
+    large = {folder: files for folder, files in sizes.items() if files > MAX_FILES_PER_FOLDER}
+    assert not large, f"a folder past {MAX_FILES_PER_FOLDER} files wants a subfolder: {large}"
 
 
 def test_every_file_says_what_it_is(modules: list[Module], root: Path) -> None:

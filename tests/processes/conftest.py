@@ -46,6 +46,7 @@ import pytest
 from launched import Launched
 from typer.testing import CliRunner, Result
 
+from large_pages import use_large_pages
 from shoal.cli import app
 from shoal.cluster.launch.api import LaunchConfig, launch
 from shoal.cluster.launch.roles import PRELOAD_WITH_MESH, PRELOAD_WITH_SERVERS
@@ -73,6 +74,7 @@ def warm_parent(_own_sockets: None) -> Iterator[WarmParent]:
         "tests", preload=["shoal.train.metrics", PRELOAD_WITH_MESH, *PRELOAD_WITH_SERVERS]
     ) as warm:
         warm.wait_ready()
+        use_large_pages(warm.pid)
         yield warm
 
 

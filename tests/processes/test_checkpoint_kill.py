@@ -9,6 +9,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 from shoal.errors import CheckpointDamaged
@@ -78,19 +79,27 @@ def test_killed_between_writing_and_renaming_the_previous_one_is_used(tmp_path: 
 
 
 def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
+    writers = start(  # one that imports torch, and its forks
+        tmp_path,
+        """
+        import os
+        for folder in "012":
+            if os.fork() == 0:
+                sys.argv[1] += f"/{folder}"
+                for step in range(1, 100_000):
+                    write(step)
+                    if step == 1:
+                        print(folder, os.getpid(), flush=True)
+        for _ in "012":
+            os.wait()
+        """,
+    )
+    assert writers.stdout is not None
     for seed in range(3):
-        directory = tmp_path / str(seed)
-        writer = start(
-            directory,
-            """
-            for step in range(1, 100_000):
-                write(step)
-                if step == 1:
-                    print("one", flush=True)
-            """,
-        )
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "one\n"
+        folder, pid = writers.stdout.readline().split()
         time.sleep(random.Random(seed).uniform(0.0, 0.3))  # any moment will do
-        end(writer)
-        assert check_and_go_on(directory) >= 1
+        writer = psutil.Process(int(pid))
+        writer.kill()
+        writer.wait()
+        assert check_and_go_on(tmp_path / folder) >= 1
+    end(writers)

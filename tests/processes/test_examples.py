@@ -36,10 +36,11 @@ def test_every_example_is_tried() -> None:
 def test_the_example_learns_at_any_number_of_workers(
     example: Example, launch_script: Callable[..., Launched]
 ) -> None:
-    said = {workers: run(example, workers, launch_script) for workers in ((1, 2, 3) if IS_WHOLE else (1, 3))}
+    # That others compute the same is shown below, without rounding.
+    said = {workers: run(example, workers, launch_script) for workers in ((1, 2, 3) if IS_WHOLE else (3,))}
     for output in said.values():
         example.check(output)
-    if example.exact:
+    if example.exact and IS_WHOLE:
         # In float32 Adam and Adagrad turn the rounding of a gradient near zero into a whole first step, so this is
         # coarse; below it is shown without rounding.
         results = {workers: [float(n) for n in re.findall(r"\d+\.\d+", said[workers])] for workers in said}

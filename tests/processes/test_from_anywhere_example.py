@@ -13,6 +13,7 @@ from examples_expected import FOLDER
 from launched import Launched
 
 from postgres_server import PASSWORD, PostgresServer, Unavailable
+from whole_matrix import matrix_only
 
 SCRIPT = FOLDER / "from_anywhere.py"
 SOURCES = ["arrays", "csv", "parquet", "tfrecord", "sqlite", "postgres"]
@@ -42,7 +43,7 @@ def check(output: str, sources: list[str]) -> tuple[str, float]:
     return found[0][2], float(found[0][1])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [3, *matrix_only(1, 2)])
 def test_every_source_gives_the_same_weights(
     postgres: PostgresServer, launch_script: Callable[..., Launched], workers: int
 ) -> None:

@@ -11,6 +11,7 @@ from launched import Launched
 from safetensors.torch import load_file
 
 from shoal import Faults
+from shoal.errors import ForwardMixesSamples
 from whole_matrix import matrix_only
 
 Launch = Callable[..., Launched]
@@ -62,3 +63,29 @@ def test_gathering_is_refused_by_name_where_it_cannot_be(launch_script: Launch, 
         )
         assert done.exit_code == 2
         assert said in str(done.error)
+
+
+MIXING = """
+import torch, shoal
+from torch import nn
+
+torch.manual_seed(0)
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+model = nn.Sequential(nn.Linear(6, 8), Centred(), nn.Linear(8, 3))
+x, y = torch.randn(40, 6), torch.randint(0, 3, (40,))
+# 14 samples are cut into 4, 5 and 5; of the last batch one worker has 4.
+trainer = shoal.Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+trainer.fit(shoal.Dataset.from_arrays((x, y)).batch(14))
+"""
+
+
+def test_a_forward_that_mixes_samples_is_refused_by_its_layer(
+    launch_script: Launch,
+) -> None:
+    done = launch_script(MIXING, workers=3, strategy="ddp")
+    assert isinstance(done.error, ForwardMixesSamples), done.stderr
+    assert (done.error.layer, done.error.kind) == ("1", "Centred")

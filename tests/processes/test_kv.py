@@ -259,3 +259,21 @@ def test_tables_are_saved_by_what_changed_and_load_on_other_servers_whoever_is_k
         "the checkpoint saved is damaged: the bytes of rows-000001-00",
         "there is no checkpoint to load at nowhere: it has no manifes",
     ]
+
+
+def test_tables_of_a_script_are_in_the_checkpoints_of_its_model(
+    launch_script: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """A resumed script repeats its pushes under the same names, which count already: the rows they made must be back."""
+    script, lines = Path(__file__).parent / "scripts" / "named_tables.py", []
+    for number, args in enumerate((("5",), ("100", str(tmp_path / "0" / "step-000000006")))):
+        done = launch_script(
+            script, args=(str(tmp_path / str(number)), *args), workers=3, servers=1 + number, strategy="ps:async",
+            name=str(number),
+        )  # fmt: skip
+        assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+        lines += [line for line in done.stdout.splitlines() if line.startswith("counts")]
+    assert lines == [
+        "counts [[2.0, 3.0], [15.0, 1.0], [0.0, 0.0]]",
+        "counts [[2.0, 3.0], [15.0, 1.0], [0.0, 0.0]]",
+    ]

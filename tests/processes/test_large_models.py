@@ -175,6 +175,5 @@ def test_no_worker_has_the_whole_model_in_memory_while_it_starts(
     done = launch_script(MEMORY, workers=3, strategy=strategy)
     assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
     peaks = [int((tmp_path / f"peak-{rank}").read_text()) for rank in range(3)]
-    # A share of 85 MiB, some of the file's pages, and a layer or two. Built whole, it is 256 MiB and the share. A rank may touch
-    # pages faster than its thread lets go of them, which one of three was seen to do for a moment.
-    assert sorted(peaks)[1] < 230, peaks
+    # A share of 85 MiB, some of the file's pages, and a layer or two. Built whole, it is 256 MiB and the share.
+    assert max(peaks) < 230, peaks

@@ -26,10 +26,14 @@ def test_script_sees_the_world_as_under_python(launch_script: Launch, tmp_path: 
         """
         import os, sys, beside
         print(__name__, sys.argv[1:], beside.value, os.getcwd(), __file__)
+        left_open = open("left_open", "w")
+        left_open.write("written at the end")
+        def of_the_same_globals(): return left_open
         """,
         args=("--lr", "0.1"),
     )
     assert done.stdout == f"__main__ ['--lr', '0.1'] found {tmp_path} {tmp_path / 'script.py'}\n"
+    assert (tmp_path / "left_open").read_text() == "written at the end"
     assert done.exit_code == 0
     assert done.error is None
 

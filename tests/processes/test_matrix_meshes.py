@@ -26,7 +26,7 @@ LAUNCHES: list[tuple[str, int, tuple[str, ...]]] = [
     ("tp", 2, SOME),
     ("tp", 3, OTHERS),
     ("tp", 4, ("mlp", "bert", "blocks")),
-    ("pp", 2, ALL),
+    ("pp", 2, ("gpt", "clicks")),
     ("pp", 3, OTHERS),
     ("pp", 4, SOME),
     ("dp=2,fsdp=2", 4, ALL),

@@ -82,7 +82,8 @@ def test_a_relaxed_run_saves_by_steps_too_and_another_strategy_goes_on_from_it(
 ) -> None:
     wrote = run("wrote", "--until", "12", strategy=strategy, workers=2, servers=2)
     first = sorted((wrote.run_dir / "checkpoints").iterdir())[0]
-    assert first.name in ("step-000000006", "step-000000007")
+    # Each of the two workers may have a batch under way when the sixth counts.
+    assert first.name in ("step-000000006", "step-000000007", "step-000000008")
     run("read", "--from", str(first), strategy="single", workers=1)
     _, told = outcome(tmp_path / "read")
     assert told["step"] == 16

@@ -1,4 +1,4 @@
-"""--table-memory: servers keep a part of their rows in memory, and train to the same bits."""
+"""--table-memory and --server-device: where servers keep rows and dense parameters, to the same bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pieces(folder: Path) -> dict[str, torch.Tensor]:
     return {name: saved[name] for name in saved}
 
 
-def test_a_quarter_of_the_rows_in_memory_and_a_killed_server_leave_the_same_bits(
+def test_rows_on_disk_chunks_in_a_device_store_and_a_killed_server_leave_the_same_bits(
     launch_script: Launch, tmp_path: Path
 ) -> None:
     def train(name: str, **options: object) -> tuple[Launched, dict[str, torch.Tensor]]:
@@ -37,7 +37,10 @@ def test_a_quarter_of_the_rows_in_memory_and_a_killed_server_leave_the_same_bits
 
     _, without = train("without")
     limited, with_limit = train(
-        "limited", table_memory=str(TABLES_BYTES // 4), faults=Faults().kill("server-1", at_step=5)
+        "limited",
+        table_memory=str(TABLES_BYTES // 4),
+        server_device="auto",  # without an accelerator: the store of a device, on the CPU
+        faults=Faults().kill("server-1", at_step=5),
     )
     assert limited.summary["restarts"] == 1
     tables = limited.summary["tables"]

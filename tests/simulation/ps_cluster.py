@@ -11,19 +11,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from shoal.cluster.coordinator import server_group
+from shoal.cluster.coordinator.journal_entries import ServerFilled, ServerLostStep
 from shoal.cluster.coordinator.server_group import (
     Event,
-    ScaleTo,
     ServerGroup,
-    ServerJoined,
-    ServerRemoved,
-    SlotsCaughtUp,
 )
 from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send, Tell
 from shoal.ps.server.core import ServerCore
 from shoal.runtime.transport.messages.client_server import Hello
 from shoal.runtime.transport.messages.message import Message
-from shoal.runtime.transport.messages.server_coordinator import ServerView, SlotsFilled, StepLost
+from shoal.runtime.transport.messages.server_coordinator import JoinServer, ServerView, SlotsFilled, StepLost
+from shoal.runtime.transport.messages.supervisor import ReapedServer, ScaleServers
 from simulation.ps_net import Connection
 from simulation.world import Process, Violated, World
 from slot_digests import slot_digests
@@ -95,11 +93,11 @@ class SimServer(Process):
                     self._send(server, message, [bytes(frame) for frame in frames])
                 case Tell(SlotsFilled(view, slots)):
                     self.tell("is filled in view", view)
-                    event = SlotsCaughtUp(self.number, self.incarnation, view, tuple(slots))
+                    event = ServerFilled(self.number, self.incarnation, view, tuple(slots))
                     self.job.tell_coordinator(self, event)
                 case Tell(StepLost(view, rank)):
                     self.tell("has lost a step in view", view, "with rank", rank)
-                    lost = server_group.StepUnrecoverable(self.number, self.incarnation, view, rank)
+                    lost = ServerLostStep(self.number, self.incarnation, view, rank)
                     self.job.tell_coordinator(self, lost)
                 case DropPeer(peer):
                     if peer in self.peers:
@@ -285,7 +283,7 @@ class Simulated:
     def fork_server(self, number: int, incarnation: int) -> None:
         server = self.servers[number] = SimServer(self, number, incarnation)
         self.world.schedule(
-            self.world.between(0.001, 0.05), self.tell_coordinator, server, ServerJoined(number, incarnation)
+            self.world.between(0.001, 0.05), self.tell_coordinator, server, JoinServer(number, incarnation, 1)
         )
 
     def tell_coordinator(self, by: Process | None, event: Event) -> None:
@@ -366,7 +364,7 @@ class Simulated:
                 for number in range(wanted):
                     if number not in self.servers:
                         self.fork_server(number, 0)
-                self.tell_coordinator(None, ScaleTo(wanted))
+                self.tell_coordinator(None, ScaleServers(wanted))
 
     def kill_server(self, server: SimServer) -> None:
         self._note("server killed", server)
@@ -380,7 +378,7 @@ class Simulated:
         self.world.schedule(self.world.between(0.001, 0.06), self._replace_worker, worker)
 
     def _reap_server(self, server: SimServer) -> None:
-        self.tell_coordinator(None, ServerRemoved(server.number, server.incarnation))
+        self.tell_coordinator(None, ReapedServer(server.number, server.incarnation, -9))
         if server.number < 8:
             self.fork_server(server.number, server.incarnation + 1)
 

@@ -20,6 +20,7 @@ from shoal.runtime.transport.messages.client_server import Commit, CopySlot, Rep
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView
 from simulation.ps_jobs import Exact, Job, Relaxed
+from simulation.ps_merged import Merged
 
 PLANTED_PS: dict[str, type[Job]] = {}
 
@@ -202,6 +203,22 @@ class ShipsWithout(ServerState):
 plant("pushes are shipped without their seqs", Relaxed)(
     altered(state=type("ShipsWithoutSeqs", (ShipsWithout,), {"without": {"seqs": []}}))
 )
+
+
+@plant("the names in a merged push are not read", Merged)
+class ReadsFirstName(ServerCore):
+    def _end_push(self, request: Request, message: StepEnd) -> list[Action]:
+        return super()._end_push(request, msgspec.structs.replace(message, merged=[]))
+
+
+@plant("a merged push is applied though some of it counts", Merged)
+class AppliesTwice(ServerCore):
+    def _end_push(self, request: Request, message: StepEnd) -> list[Action]:
+        for part in message.merged:
+            marks = self.state.applied._streams.get(part.stream)
+            if marks is not None:
+                np.minimum(marks, part.seq - part.num_batches, out=marks)
+        return super()._end_push(request, message)
 
 
 plant("what was not answered is forgotten in a new view", Exact)(altered(replication=ForgetsUnanswered))

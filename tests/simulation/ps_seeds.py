@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 PS_FINDS: dict[str, int] = {
+    "the names in a merged push are not read": 1,
+    "a merged push is applied though some of it counts": 3,
     "pushes that wait to be shipped are forgotten in a new view": 12,
     "a push is acknowledged before it is shipped": 133,
     "pushes are shipped without their seqs": 5,
@@ -40,7 +42,7 @@ PS_FINDS: dict[str, int] = {
     "a step is applied again where it counts already": 5,
     "a replica does not keep what came of the last step": 5,
     "a rule counts its calls, not the steps": 3,
-    "a replaced incarnation is still heard": 274,
+    "a replaced incarnation is still heard": 1390,
     "notes are not replicated": 3,
     "an exchange is over before all have posted": 0,
     "acknowledged before it is replicated (hurried)": 3,

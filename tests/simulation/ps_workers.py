@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from shoal.ps.layout import slot_of
@@ -46,6 +47,7 @@ class Client(Process):
         self.present: ServerView | None = None
         self.links: dict[int, Connection] = {}
         self.is_done = False
+        self.unpushed = 0  # batches whose gradients it keeps
         self._expected: dict[tuple[int, int], Any] = {}
         self._answers: dict[Any, tuple[Message, list[bytes]]] = {}
         self._send: Callable[[], None] | None = None
@@ -71,9 +73,20 @@ class Client(Process):
         if key is not None:
             self._expected[connection.peer, ticket] = key
 
+    reads_replicas = False
+
     def owner(self, slot: int) -> int:
         assert self.present is not None
         return self.present.holders[slot][0]
+
+    def readers(self) -> Any:
+        """A holder of each slot, for pulls: the first of an order of the servers that this worker has."""
+        assert self.present is not None
+        order = sorted(self.present.incarnations, key=lambda server: (server + self.rank) % 3)
+        holders = self.present.holders
+        if not self.reads_replicas:
+            return np.array([held[0] for held in holders])
+        return np.array([min(held, key=order.index) for held in holders])
 
     @property
     def servers(self) -> list[int]:
@@ -170,25 +183,30 @@ class Client(Process):
         def send() -> None:
             assert self.present is not None
             view = self.present.view
-            owners = np.array([self.owner(slot) for slot in range(256)])[slot_of(0, keys)]
+            reader_of = self.readers()
+            readers = reader_of[slot_of(0, keys)]
+            nearby = {int(reader_of[slot]) for slot in range(256) if reader_of[slot] != self.owner(slot)}
+            self.job.counts["pull from a replica"] += bool(nearby)
             parts.clear()
-            for server in self.servers:
-                at = np.flatnonzero(owners == server)
+            for server in sorted({*self.servers, *nearby}):
+                at = np.flatnonzero(readers == server)
                 parts[server] = (at, bytearray(len(at) * job.spec.dim * rows.itemsize))
                 self.ask(
                     ("rows", server),
                     server,
-                    PullRows(view, clock, 0),
+                    PullRows(view, clock, 0, unpushed=self.unpushed, is_nearby=server in nearby),
                     [keys[at].tobytes()],
                     [parts[server][1]],
                 )
             for chunk in job.chunks:
                 chunks[chunk.number] = bytearray(job.chunk_bytes(chunk))
-                owner = self.owner(chunk.slot)
+                reader = int(reader_of[chunk.slot])
                 self.ask(
                     ("chunk", chunk.number),
-                    owner,
-                    PullDense(view, clock, [chunk.number]),
+                    reader,
+                    PullDense(
+                        view, clock, [chunk.number], unpushed=self.unpushed, is_nearby=reader in nearby
+                    ),
                     [],
                     [chunks[chunk.number]],
                 )
@@ -225,21 +243,7 @@ class Client(Process):
             self.ask(None, owner, PushDense(view, end.stream, end.seq, chunk.number), [frame])
             num_pushes[owner] += 1
         for server in self.servers:
-            message = StepEnd(
-                view,
-                end.stream,
-                end.seq,
-                end.rank,
-                num_pushes[server],
-                end.exchange,
-                end.anchored_at,
-                end.settings,
-                end.model,
-                end.table_settings,
-                factor=end.factor,
-                done_below=end.done_below,
-                is_spoilt=end.is_spoilt,
-            )
+            message = msgspec.structs.replace(end, view=view, num_pushes=num_pushes[server])
             mine = note if server == self.owner(0) else b""
             self.ask(("end", server), server, message, [vector.tobytes(), mine])
 
@@ -256,6 +260,7 @@ class ExactWorker(Client):
     """Runs the script of an exact job: a barrier, steps, gathers; a replacement from its predecessor's note."""
 
     job: Exact
+    reads_replicas = True
 
     def __init__(self, job: Exact, rank: int, incarnation: int) -> None:
         super().__init__(job, rank, incarnation)
