@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,15 +43,24 @@ class Ends:
         self._client = start(1, [*command, "client", kind, address, port])
         self._hear(self._client)
         self.stop()
+        self.processor_s: list[float] = []
+        """Of one operation, by measurement; the first of a kind has one more in it."""
 
     def median_s(self, what: str, num_bytes: int, times: int) -> float:
         self._signal(signal.SIGCONT)
         assert self._client.stdin is not None
+        before_s = self._processor_s()
         self._client.stdin.write(f"{what} {num_bytes} {times}\n")
         self._client.stdin.flush()
         seconds = float(self._hear(self._client))
+        self.processor_s.append((self._processor_s() - before_s) / times)
         self.stop()
         return seconds
+
+    def _processor_s(self) -> float:
+        """Time that all threads of both ends have run; exact where the machine is busy with other things."""
+        stats = [path for process in (self._server, self._client) for path in _threads(process.pid)]
+        return sum(int(path.read_text().split()[0]) for path in stats) / 1e9
 
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -80,6 +90,10 @@ class Ends:
         if not line:
             raise SystemExit(f"{process.args} ended with {process.wait()}")
         return line
+
+
+def _threads(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/task").glob("*/schedstat"))
 
 
 @contextlib.contextmanager
@@ -117,8 +131,9 @@ def load() -> float:
     return round(os.getloadavg()[0], 1)
 
 
-def compare(report: Report, address: str, start: Start, between: str, *, quick: bool) -> None:
-    rounds, few, many = (3, 3, 100) if quick else (10, 7, 300)
+def compare(
+    report: Report, address: str, start: Start, between: str, *, rounds: int, few: int, many: int
+) -> None:
     with contextlib.ExitStack() as stack:
 
         def ends(kind: str) -> Ends:
@@ -132,11 +147,15 @@ def compare(report: Report, address: str, start: Start, between: str, *, quick: 
             ("tls", over_ssl, 1 / 0.9),
         ):
             for what in ("push", "pull"):
+                ours[kind].processor_s.clear()
+                other.processor_s.clear()
                 values = alternate(
                     lambda what=what, side=ours[kind]: side.median_s(what, LARGE, few),  # type: ignore[misc]
                     lambda what=what, side=other: side.median_s(what, LARGE, few),  # type: ignore[misc]
                     rounds=rounds,
                 )
+                for name, ends_of_it in (("ours", ours[kind]), ("theirs", other)):
+                    values[f"{name}_processor_ms"] = round(1e3 * statistics.median(ends_of_it.processor_s), 1)
                 for side in ("ours", "theirs"):
                     values[f"{side}_gb_per_s"] = round(LARGE / values[f"{side}_s"] / 1e9, 2)
                 socket = "bare socket" if other is bare else "bare socket over Python's TLS"
@@ -169,8 +188,10 @@ def compare(report: Report, address: str, start: Start, between: str, *, quick: 
                 report.add(figure, values, between=between, repeats=many, load=load())
 
 
-def main(quick: bool = False) -> None:
+def main(quick: bool = False, rounds: int = 10, few: int = 7, many: int = 300) -> None:
     report = Report("hosts_transport")
+    if quick:
+        rounds, few, many = 3, 3, 100
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # hosts have a /tmp of their own
         folder = Path(name)
         for kind in ("tls", "plain"):
@@ -178,6 +199,6 @@ def main(quick: bool = False) -> None:
             for role in ("server-0", "worker-0"):
                 (folder / f"{kind}.{role}").write_bytes(msgspec.msgpack.encode(authority.issue(role)))
         with hosts(folder) as (between, address, start):
-            compare(report, address, start, between, quick=quick)
+            compare(report, address, start, between, rounds=rounds, few=few, many=many)
     if not quick:
         report.save()

@@ -166,6 +166,8 @@ def main(quick: bool = False) -> None:
         ("fsdp, activations run again", ("--strategy", "fsdp", "--checkpoint-activations")),
         ("ps, 1 server", ("--strategy", "ps", "--servers", "1")),
         ("ps:async, 1 server", ("--strategy", "ps:async", "--servers", "1")),
+        ("ps, 1 server on it", ("--strategy", "ps", "--servers", "1", "--server-device", "auto")),
+        ("ps:async, 1 server on it", ("--strategy", "ps:async", "--servers", "1", "--server-device", "auto")),
     ):
         [found] = job("-n", "1", "--device", device, *options, kind="gpt", steps=steps)
         report.add(f"GPT of 19 M parameters on the device, {what}", found, batch=16, steps=steps)

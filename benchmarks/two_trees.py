@@ -4,7 +4,9 @@
     python -m benchmarks.two_trees ../before
 
 Every figure is a child process with the one or the other tree first on its
-path, running scripts/two_trees_job.py, which uses public names only.
+path, running scripts/two_trees_job.py, which uses public names only. With
+`--cpu` figures are processor time instead of wall time, which means something
+on a busy machine too: of rank 0 per step, or of all processes of a command.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -33,6 +36,7 @@ def main() -> None:
     parser.add_argument(
         "--figure", dest="figures", action="append", default=[], help="only those that begin so"
     )
+    parser.add_argument("--cpu", action="store_true", help="processor time instead of wall time")
     options = parser.parse_args()
     report = Report("two_trees")
     shoal = [sys.executable, "-m", "shoal"]
@@ -56,27 +60,35 @@ def main() -> None:
         if options.figures and not any(name.startswith(begin) for begin in options.figures):
             continue
         values = alternate(
-            _side(AFTER, command, measures_itself),
-            _side(options.before.resolve(), command, measures_itself),
+            _side(AFTER, command, measures_itself, cpu=options.cpu),
+            _side(options.before.resolve(), command, measures_itself, cpu=options.cpu),
             rounds=options.rounds,
         )
         report.add(
-            f"{name}: after / before", values, command=" ".join(command[1:]).replace(str(HERE), "benchmarks")
+            f"{name}: after / before",
+            values,
+            command=" ".join(command[1:]).replace(str(HERE), "benchmarks"),
+            time="processor" if options.cpu else "wall",
         )
     report.save()
 
 
-def _side(tree: Path, command: list[str], measures_itself: bool) -> Callable[[], float]:
+def _side(tree: Path, command: list[str], measures_itself: bool, *, cpu: bool) -> Callable[[], float]:
+    def spent() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime if cpu else time.perf_counter()
+
     def once() -> float:
         with tempfile.TemporaryDirectory() as folder:
             environment = {
                 **os.environ,
                 "PYTHONPATH": str(tree / "src"),
                 "TWO_TREES_OUT": f"{folder}/seconds",
+                "TWO_TREES_CPU": "1" if cpu else "",
             }
-            began = time.perf_counter()
+            began = spent()
             subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
-            took = time.perf_counter() - began
+            took = spent() - began
             return float(json.loads(Path(folder, "seconds").read_text())) if measures_itself else took
 
     return once
