@@ -126,6 +126,17 @@ def test_a_pull_and_pushes_move_while_nobody_waits(server: Server) -> None:
             assert isinstance(link.wait(ticket, 5.0)[0], Committed)
 
 
+def test_requests_behind_a_large_answer_are_heard_once_it_is_sent(server: Server) -> None:
+    with connect(server) as link:
+        pushed = os.urandom(24 << 20)
+        link.wait(link.send(PUSH, [pushed]), 5.0)
+        pulls = [link.send(PULL) for _ in range(3)]  # into no buffer: the server pauses until it is read
+        last = link.send(PUSH, [b"small"])
+        for pull in pulls:
+            assert bytes(link.wait(pull, 20.0)[1][0]) == pushed
+        assert isinstance(link.wait(last, 20.0)[0], Committed)
+
+
 def test_a_small_answer_passes_a_large_one_that_has_not_begun(server: Server) -> None:
     sizes = {1: 60 << 20, 2: 60 << 20, 3: 1000}
     server.answer = waiting = Waiting(server, len(sizes))  # type: ignore[assignment]

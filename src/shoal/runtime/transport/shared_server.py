@@ -18,6 +18,7 @@ to its first one, which carry blocks of large frames and nothing else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import resource
@@ -146,6 +147,7 @@ class _Peer:
     stripes: Stripes | None = None  # those, afterwards
     lent_bytes: int = 0  # of filled buffers that are not sent yet
     is_away: bool = False  # a thread has its socket
+    has_moved: bool = False  # that thread is done, and the socket not taken back yet
     is_closed: bool = False
     wake: int = -1  # an eventfd for that thread
     arrived: list[Received] = field(default_factory=list)  # by that thread
@@ -231,7 +233,7 @@ class Listener:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             while self._returned:
-                self._take_back(self._returned.popleft())
+                self._look_again(self._returned.popleft())
         elif isinstance(key.fileobj, socket.socket) and key.data is self:
             self._accept_remote(key.fileobj)
         elif key.data.number in self._peers:  # not closed earlier in this round
@@ -336,7 +338,9 @@ class Listener:
             self.close_peer(number)
         self._movers.shutdown()
         for peer in self._returned:
-            self._let_go(peer)
+            if peer.has_moved:
+                peer.has_moved = False
+                self._let_go(peer)
         for sock in self._listening:
             self._selector.unregister(sock)
             sock.close()
@@ -588,7 +592,9 @@ class Listener:
         first.others[said.number] = stream
         if len(first.others) == first.num_connections - 1:
             others = [first.others.pop(number) for number in range(1, first.num_connections)]
-            first.stripes = first.intake.stripes = Stripes(first.sock, others)
+            first.stripes = first.intake.stripes = Stripes(
+                first.sock, others, on_sent=functools.partial(self._return, first)
+            )
 
     def _reply_remote(
         self,
@@ -605,15 +611,19 @@ class Listener:
         if isinstance(message, PsRefused | ViewOver):  # nobody filled them
             self._release(peer, sum(map(len, into)))
             into = []
-        peer.lent_bytes += sum(map(len, into))
         envelope = Envelope(ticket, [], _places(peer, frames), _places(peer, into))
         try:
             parts = seal(envelope, message, [*(bytes(frame) for frame in frames), *into], limits=REPLIES)
         except WireError as error:
             refusal = PsRefused(f"the answer is larger than a message may be: {error.problem}.")
             parts = seal(Envelope(ticket, [], [], []), refusal, [])
-        if sum(map(len, parts)) > HELD_BYTES:
-            self._send(peer)
+        is_large = sum(map(len, parts)) > HELD_BYTES
+        if is_large:
+            self._send(
+                peer
+            )  # may find everything sent and release what was lent, so this answer's buffers come after it
+        peer.lent_bytes += sum(map(len, into))
+        if is_large:
             self._transmit(peer, parts)
             return
         peer.held += parts
@@ -685,8 +695,27 @@ class Listener:
                     break
         except Exception as error:
             peer.error = error
+        peer.has_moved = True
+        self._return(peer)
+
+    def _return(self, peer: _Peer) -> None:
+        """From any thread: have the selector's thread look at a peer again."""
         self._returned.append(peer)
         os.eventfd_write(self._wake, 1)
+
+    def _look_again(self, peer: _Peer) -> None:
+        if peer.has_moved:
+            peer.has_moved = False
+            self._take_back(peer)
+        elif peer.number not in self._peers:
+            return
+        # Its further connections have sent all they had: it may have been paused until then.
+        elif peer.is_away:
+            os.eventfd_write(peer.wake, 1)
+        else:
+            self._watch(peer)
+            self._release_lent(peer)
+            self._serve(peer, 0)
 
     def _take_back(self, peer: _Peer) -> None:
         peer.is_away = False

@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.runtime.transport.framing import Bytes
 
@@ -46,14 +46,23 @@ def wake_after(sock: socket.socket, missing: int, before: int) -> int:
 class Stripes:
     """All connections of one link but the first. `share` and `expect` are each for one thread at a time."""
 
-    def __init__(self, first: socket.socket, others: Sequence[socket.socket]) -> None:
-        """`first` is shut down when one of the others is lost: whoever waits for it finds `error`."""
+    def __init__(
+        self,
+        first: socket.socket,
+        others: Sequence[socket.socket],
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """`first` is shut down when one of the others is lost: whoever waits for it finds `error`.
+
+        `on_sent` is called by a connection's thread whenever nothing is left to send.
+        """
         self.num_connections = 1 + len(others)
         self.error: Exception | None = None
         self.is_closed = False
         self.lock = threading.Lock()
         self.num_unsent_bytes = 0
         self._first = first
+        self._on_sent = on_sent
         self._num_missing = 0  # blocks
         self._ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._connections = [_Connection(self, sock) for sock in others]
@@ -114,6 +123,9 @@ class Stripes:
     def sent(self, nbytes: int) -> None:
         with self.lock:
             self.num_unsent_bytes -= nbytes
+            is_all = not self.num_unsent_bytes
+        if is_all and self._on_sent is not None:
+            self._on_sent()
 
     def arrived(self) -> None:
         with self.lock:
