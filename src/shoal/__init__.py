@@ -6,9 +6,13 @@ Names load when they are first used, so that `shoal --help` does not pay for tor
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import sys
 
+TYPE_CHECKING = False  # typing's own, which takes longer to load than everything here
 if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
+
     from shoal import callbacks as callbacks
     from shoal import collectives as collectives
     from shoal import data as data
@@ -20,8 +24,8 @@ if TYPE_CHECKING:
     from shoal.cluster.launch.api import RunResult as RunResult
     from shoal.cluster.launch.api import run as run
     from shoal.config.faults import Faults as Faults
-    from shoal.config.job import num_workers as num_workers
-    from shoal.config.job import rank as rank
+    from shoal.config.own_rank import num_workers as num_workers
+    from shoal.config.own_rank import rank as rank
     from shoal.data import Dataset as Dataset
     from shoal.errors import ShoalError as ShoalError
     from shoal.parallel.gathering import gather as gather
@@ -57,9 +61,9 @@ _HOMES = {
     "mean": "shoal.train.custom",
     "memory": "shoal.memory",
     "nn": "shoal.nn",
-    "num_workers": "shoal.config.job",
+    "num_workers": "shoal.config.own_rank",
     "ps": "shoal.ps",
-    "rank": "shoal.config.job",
+    "rank": "shoal.config.own_rank",
     "reduce": "shoal.train.custom",
     "resume": "shoal.train.custom_checkpoint",
     "run": "shoal.cluster.launch.api",
@@ -71,7 +75,14 @@ _HOMES = {
 
 __all__ = list(_HOMES)
 
-importlib.import_module("shoal.runtime.user_frames").hide_ours_from_plain_python()
+
+def _print_uncaught(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+    importlib.import_module("shoal.runtime.user_frames").print_uncaught(kind, error)
+
+
+# Python prints uncaught errors without shoal's frames, unless somebody else prints them, or `python -X dev` asks for all.
+if sys.excepthook is sys.__excepthook__ and not sys.flags.dev_mode:
+    sys.excepthook = _print_uncaught
 
 
 def __getattr__(name: str) -> Any:

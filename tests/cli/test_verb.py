@@ -8,7 +8,7 @@ import typer
 from invoking import Shoal
 from typer.testing import CliRunner
 
-from shoal.cli import app
+from shoal.cli import app, load
 from shoal.cli.verb import did_you_mean, paragraph
 from shoal.errors import ConfigError, Interrupted, ScriptFailed
 
@@ -119,7 +119,7 @@ def test_version_is_shown() -> None:
 
 
 def split(*args: str) -> tuple[list[str], list[str]]:
-    verb: Any = typer.main.get_command(app).commands["verify"]  # type: ignore[attr-defined]
+    verb: Any = typer.main.get_command(load("verify"))
     return verb._split(typer.Context(verb), list(args))
 
 

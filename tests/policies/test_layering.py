@@ -140,13 +140,35 @@ def _path_to_torch(name: str, by_name: dict[str, Module], seen: set[str]) -> lis
     return []
 
 
-@pytest.mark.parametrize("statement", ["import shoal", "import shoal; shoal.rank(); shoal.ShoalError"])
-def test_importing_shoal_does_not_load_torch(statement: str) -> None:
-    code = f"{statement}\nimport sys\nprint([name for name in ('torch', 'numpy', 'rich') if name in sys.modules])"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    assert loaded == "[]", (
-        f"`{statement}` loaded {loaded}. Names of shoal load when they are first used (see _HOMES in "
-        "src/shoal/__init__.py), so that help and the supervisor start at once."
+STARTS = {
+    "import shoal": set(),
+    "import shoal; shoal.rank(); shoal.num_workers()": {"shoal.config.own_rank", "shoal.config.launchers"},
+    "import shoal; shoal.ShoalError": {"shoal.errors"},
+    "import sys; sys.argv = ['shoal', '--help']; from shoal.cli import main; main()": {
+        *("shoal.errors", "shoal.cli.verb", "typer", "annotated_doc", "shellingham"),
+    },
+}
+"""Statements that must answer at once, and what they load beside Python's own modules and the packages above."""
+
+
+@pytest.mark.parametrize("statement", STARTS)
+def test_starting_loads_a_few_modules(statement: str) -> None:
+    code = (
+        "import sys\nbefore = set(sys.modules)\n"
+        f"try:\n    {statement}\n"
+        "finally:\n    print('loaded', *sorted(set(sys.modules) - before))"
     )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = said.splitlines()[-1].split()[1:]
+    own = {name for name in loaded if name.startswith("shoal.")}
+    others = {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"shoal"}
+    allowed = STARTS[statement]
+    packages = {name.rpartition(".")[0] for name in allowed} | {"shoal.cli"}
+    surplus = (own | others) - allowed - packages
+    assert not surplus, (
+        f"`{statement}` loads {sorted(surplus)}. Names of shoal load when they are first used (_HOMES in "
+        "src/shoal/__init__.py), a verb when it is typed (VERBS in src/shoal/cli/__init__.py)."
+    )
+    if "--help" not in statement:
+        slow = {"typing", "dataclasses", "inspect"} & set(loaded)
+        assert not slow - ({"typing"} if allowed else set()), f"`{statement}` loads {slow}"

@@ -1,20 +1,19 @@
-"""The command line: one file per verb, registered here.
+"""The command line: one line per verb in `VERBS`, one file per verb beside it.
 
-What a verb needs it imports when it runs, so that help and completion answer
-at once and never import torch.
+A verb's module is loaded when the verb is typed, and what it runs when it runs: `shoal --help` reads this table only, and
+no help imports torch.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, NoReturn
+import importlib
+from collections.abc import Callable
+from typing import Annotated, NamedTuple, NoReturn
 
 import typer
 
 import shoal
-from shoal.cli import chaos, doctor, hosts, init, map_reduce, render, resume, run, scale, sweep, verify
-from shoal.cli.bench import command as bench
-from shoal.cli.inspect import dashboard, graph, report, stack, status, trace
-from shoal.cli.verb import ScriptVerb, Verb, Verbs
+from shoal.cli.verb import LaterVerb, ScriptVerb, Verb, Verbs
 
 app = typer.Typer(
     name="shoal",
@@ -37,48 +36,125 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
-# What follows SCRIPT belongs to the script, options included.
-app.command("run", cls=Verb, epilog=run.EXAMPLES, context_settings={"allow_interspersed_args": False})(
-    run.run
-)
-app.command(
-    "verify", cls=ScriptVerb, epilog=verify.EXAMPLES, context_settings={"allow_interspersed_args": False}
-)(verify.verify)
-app.command("init", cls=Verb, epilog=init.EXAMPLES)(init.init)
-app.command("join", cls=Verb, epilog=hosts.EXAMPLES)(hosts.join)
-app.command("resume", cls=Verb, epilog=resume.EXAMPLES)(resume.resume)
-app.command("status", cls=Verb, epilog=status.EXAMPLES)(status.status)
-app.command("stack", cls=Verb, epilog=stack.EXAMPLES)(stack.stack)
-app.command("report", cls=Verb, epilog=report.EXAMPLES)(report.report)
-app.command("trace", cls=Verb, epilog=trace.EXAMPLES)(trace.trace)
-app.command("dashboard", cls=Verb, epilog=dashboard.EXAMPLES)(dashboard.dashboard)
-app.command(
-    "graph", cls=ScriptVerb, epilog=graph.EXAMPLES, context_settings={"allow_interspersed_args": False}
-)(graph.graph)
-app.command("scale", cls=Verb, epilog=scale.EXAMPLES)(scale.scale)
-app.command("leave", cls=Verb, epilog=scale.LEAVE_EXAMPLES)(scale.leave)
-app.command(
-    "chaos", cls=ScriptVerb, epilog=chaos.EXAMPLES, context_settings={"allow_interspersed_args": False}
-)(chaos.chaos)
-app.command("sweep", cls=Verb, epilog=sweep.EXAMPLES, context_settings={"allow_interspersed_args": False})(
-    sweep.sweep
-)
-app.command("map-reduce", cls=Verb, epilog=map_reduce.EXAMPLES)(map_reduce.map_reduce)
-app.command("doctor", cls=Verb)(doctor.doctor)
-app.command("bench", cls=Verb, epilog=bench.EXAMPLES)(bench.bench)
 
-for _name, _render, _examples in (
-    ("kubernetes", render.kubernetes, render.KUBERNETES_EXAMPLES),
-    ("cloud", render.cloud, render.CLOUD_EXAMPLES),
-):
-    _files = typer.Typer(
-        cls=Verbs, no_args_is_help=True, help=f"Files of a job for {_name.title()}.", rich_markup_mode=None
+class VerbSpec(NamedTuple):
+    """A verb: where its function is, and its line in `shoal --help`."""
+
+    where: str
+    about: str
+    cls: type[Verb] = Verb
+    epilog: str = "EXAMPLES"
+    """Name of its examples in the module; empty: it has none."""
+
+    ends_at_script: bool = False
+    """What follows SCRIPT belongs to the script, options included."""
+
+    is_group: bool = False
+    """The function is `shoal NAME render`."""
+
+
+VERBS = {
+    "run": VerbSpec("run:run", "Train a script in one process or many.", ends_at_script=True),
+    "verify": VerbSpec(
+        "verify:verify",
+        "Check that workers compute what one process does.",
+        cls=ScriptVerb,
+        ends_at_script=True,
+    ),
+    "init": VerbSpec("init:init", "Write a training script and a file of options to start from."),
+    "join": VerbSpec(
+        "hosts:join", "Join a job as one of its hosts: runs its processes here until the job is over."
+    ),
+    "resume": VerbSpec("resume:resume", "Go on with a run from its newest checkpoint."),
+    "status": VerbSpec(
+        "inspect.status:status",
+        "List the runs and how they stand, or show one of them closely; one that runs is followed until Ctrl-C.",
+    ),
+    "stack": VerbSpec(
+        "inspect.stack:stack", "Show the Python stack of every process of a running job on this host."
+    ),
+    "report": VerbSpec(
+        "inspect.report:report",
+        "Write what a run did, how fast, and what limits it: one HTML page without scripts or network, and JSON.",
+    ),
+    "trace": VerbSpec(
+        "inspect.trace:trace",
+        "Write a timeline of all processes of a run: what each did when, for Perfetto or chrome://tracing.",
+    ),
+    "dashboard": VerbSpec(
+        "inspect.dashboard:dashboard",
+        "Show runs in the browser: curves, workers, servers, data, events, the model's graph.",
+    ),
+    "graph": VerbSpec(
+        "inspect.graph:graph",
+        "Draw a script's model: layers, where each lives, what the strategy sends.",
+        cls=ScriptVerb,
+        ends_at_script=True,
+    ),
+    "scale": VerbSpec(
+        "scale:scale", "Change how many workers or servers a running job has, or how many hosts may join it."
+    ),
+    "leave": VerbSpec("scale:leave", "Let a host leave a running job, on the head.", epilog="LEAVE_EXAMPLES"),
+    "chaos": VerbSpec(
+        "chaos:chaos",
+        "Kill and pause processes of a job at random, and compare its result with an undisturbed run.",
+        cls=ScriptVerb,
+        ends_at_script=True,
+    ),
+    "sweep": VerbSpec(
+        "sweep:sweep",
+        "Run a script with several values of options and arguments, one run after the other, and compare a metric.",
+        ends_at_script=True,
+    ),
+    "map-reduce": VerbSpec(
+        "map_reduce:map_reduce",
+        "Run a mapper and a reducer over the lines of files, by Hadoop Streaming's contract.",
+    ),
+    "doctor": VerbSpec("doctor:doctor", "Say what this machine can do.", epilog=""),
+    "bench": VerbSpec("bench.command:bench", "Measure how fast shoal is on this machine, in real processes."),
+    "kubernetes": VerbSpec(
+        "render:kubernetes",
+        "Files of a job for Kubernetes.",
+        epilog="KUBERNETES_EXAMPLES",
+        ends_at_script=True,
+        is_group=True,
+    ),
+    "cloud": VerbSpec(
+        "render:cloud",
+        "Files of a job for Cloud.",
+        epilog="CLOUD_EXAMPLES",
+        ends_at_script=True,
+        is_group=True,
+    ),
+}
+"""Verbs in the order of the help. `about` is the first sentence of the function's docstring; tests/cli keeps them equal."""
+
+
+def load(name: str) -> typer.Typer:
+    """The verb with its options, out of its module."""
+    spec = VERBS[name]
+    module_name, _, function = spec.where.partition(":")
+    module = importlib.import_module(f"shoal.cli.{module_name}")
+    verb = typer.Typer(
+        cls=Verbs, help=spec.about, no_args_is_help=True, rich_markup_mode=None, add_completion=False
     )
-    _files.callback()(lambda: None)  # else a group of one verb is that verb
-    _files.command("render", cls=Verb, epilog=_examples, context_settings={"allow_interspersed_args": False})(
-        _render
-    )
-    app.add_typer(_files, name=_name)
+    if spec.is_group:
+        verb.callback()(lambda: None)  # else a group of one verb is that verb
+    verb.command(
+        "render" if spec.is_group else name,
+        cls=spec.cls,
+        epilog=getattr(module, spec.epilog) if spec.epilog else None,
+        context_settings={"allow_interspersed_args": not spec.ends_at_script},
+    )(getattr(module, function))
+    return verb
+
+
+def _loader(name: str) -> Callable[[], typer.Typer]:
+    return lambda: load(name)
+
+
+for _name, _spec in VERBS.items():
+    app.command(_name, cls=LaterVerb, help=_spec.about)(_loader(_name))
 
 
 def _show_version(asked: bool) -> None:

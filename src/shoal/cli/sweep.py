@@ -296,9 +296,9 @@ def _check(
 
 def _as_options(dimensions: list[Dimension], words: list[str]) -> list[Dimension]:
     """The dimensions, those that are flags of `shoal run` as such; refuses what `shoal run` would not take."""
-    from shoal.cli import app
+    from shoal import cli
 
-    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(cli.load("run"))
     params = {opt[2:]: param for param in command.params for opt in param.opts if opt.startswith("--")}
     known = [name for name in params if name not in RESERVED and name != "config"]
     found = []

@@ -162,6 +162,10 @@ class ScriptVerb(Verb):
         return ours, script
 
 
+class LaterVerb(TyperCommand):
+    """A verb that was not typed: name and one line for the help. Its callback loads the verb with its options."""
+
+
 class Verbs(TyperGroup):
     """All of them. Every ShoalError of a verb ends here, as its paragraph and its exit code."""
 
@@ -173,7 +177,10 @@ class Verbs(TyperGroup):
         """The verb that was typed; ours, where it is another launcher's."""
         if args and args[0] in VERBS_ELSEWHERE:
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{VERBS_ELSEWHERE[args[0]]}'?")
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        if isinstance(command, LaterVerb) and command.callback is not None:
+            command = typer.main.get_command(command.callback())
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -228,21 +228,11 @@ def is_shared() -> bool:
     return _is_shared
 
 
-rank_asked_at: dict[tuple[str, int], None] = {}
-"""Under `shoal verify`: files and lines that asked for the rank, which a result may hang on."""
-
-
 def rank() -> int:
-    """This process's number, 0..num_workers-1."""
-    job = share()
-    if job.verify is not None:
-        asking = sys._getframe(1)
-        rank_asked_at[asking.f_code.co_filename, asking.f_lineno] = None
-    return job.rank
+    return share().rank
 
 
 def num_workers() -> int:
-    """How many workers share one global batch; 1 under plain python."""
     return share().num_workers
 
 

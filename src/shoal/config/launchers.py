@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 TORCHELASTIC_RUN_ID = "shoal"
 """torchrun's name of a job, in the workers of `shoal run`: they have torchrun's other variables too."""
@@ -14,8 +14,7 @@ _VARIABLES = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class World(NamedTuple):
     """One process among those that a launcher started."""
 
     launcher: str

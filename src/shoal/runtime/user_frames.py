@@ -86,13 +86,8 @@ def hide_ours(error: BaseException) -> None:
         chain += [other for other in (at.__cause__, at.__context__, *inner) if other is not None]
 
 
-def hide_ours_from_plain_python() -> None:
-    """Let python print uncaught errors without our frames, unless somebody else prints them, or `python -X dev` asks for all."""
-    if sys.excepthook is sys.__excepthook__ and not sys.flags.dev_mode:
-        sys.excepthook = _print_uncaught
-
-
-def _print_uncaught(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+def print_uncaught(kind: type[BaseException], error: BaseException) -> None:
+    """Print an error that nobody caught under plain python, without shoal's frames."""
     if isinstance(error, OtherLauncher):
         # Every process of that launcher says it: the paragraph, and no traceback. Python leaves with this code.
         # torch's hook, there once a process group is, collects sys.stderr and would lose it by the exit.

@@ -19,6 +19,7 @@ from torch import nn
 
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
+from shoal.config import own_rank
 from shoal.config.job import VerifyPlan
 from shoal.parallel.batch_dependence import MixingLayer, mixing_layers, noted_mixing, watch_randomness
 from shoal.parallel.protocol import Strategy
@@ -87,7 +88,7 @@ class Verification:
                 "suspects": [dataclasses.asdict(layer) for layer in noted_mixing()],
                 "rank_asked_at": [
                     f"{file}, line {line}"
-                    for file, line in jobs.rank_asked_at
+                    for file, line in own_rank.asked_at
                     if not user_frames.is_ours(file)
                 ],
                 "steps": len(self._losses),
