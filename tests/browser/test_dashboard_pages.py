@@ -138,3 +138,10 @@ def test_curves_grow_while_a_run_trains_and_a_killed_worker_appears(page: Any, t
     finally:
         job.terminate()
         job.communicate(timeout=60)
+    page.wait_for_selector("#live.off")
+    page.evaluate(
+        "dispatchEvent(new Event('chosen'))"
+    )  # asks a dashboard that is gone: the graph stays, no script fails
+    page.wait_for_timeout(300)
+    assert page.locator(".drawing svg").count() == 1
+    assert page.locator("#live").inner_text() == "dashboard ended"

@@ -124,7 +124,8 @@ from shoal.cluster.launch import roles
 for name in roles.PRELOAD:
     importlib.import_module(name)
 import shoal.embedding, shoal.features, shoal.data, shoal.ps.layout
-loaded = [name for name in ("numba", "llvmlite", "pyarrow", "google_crc32c") if name in sys.modules]
+slow = ("numba", "llvmlite", "pyarrow", "google_crc32c", "plotly", "starlette", "uvicorn", "rich", "typer", "pandas", "torchmetrics")
+loaded = [name for name in slow if name in sys.modules]
 assert not loaded, loaded
 import shoal.data.formats.text  # a format needs pyarrow, and its loops are declared without the compiler
 loaded = [name for name in ("numba", "llvmlite", "google_crc32c") if name in sys.modules]

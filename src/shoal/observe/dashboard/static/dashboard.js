@@ -52,13 +52,16 @@ async function refresh() {
       const view = await get(`/api/run/${encodeURIComponent(asked.name)}/${asked.page}`);
       if (asked === place) {
         describeRun(document.getElementById("run"), view.head);
-        PAGES[asked.page](main, view);
+        await PAGES[asked.page](main, view);
         main.dataset.version = view.version;
       }
     }
     main.dataset.ready = "yes";
   } catch (error) {
-    if (asked === place) clear(main).append(element("p", { class: "notice bad" }, text(error.message)));
+    const hasEnded = error instanceof TypeError && error.message.includes("fetch");
+    if (hasEnded) ended();
+    // What is on the screen is the last that is known of the run: it stays when the dashboard ends with its job.
+    if (asked === place && !(hasEnded && main.dataset.ready)) clear(main).append(element("p", { class: "notice bad" }, hasEnded ? "The dashboard ended, or cannot be reached." : text(error.message)));
   } finally {
     isFetching = false;
     if (isStale || asked !== place) { isStale = false; refresh(); }
@@ -72,8 +75,10 @@ function listen() {
   source = new EventSource(`/api/stream?runs=${names.map(encodeURIComponent).join(",")}`);
   source.onopen = () => { live.className = "live on"; live.textContent = "live"; };
   source.onmessage = () => { if (!document.hidden) refresh(); else isStale = true; };
-  source.onerror = () => { live.className = "live off"; live.textContent = "dashboard ended"; };
+  source.onerror = ended;
 }
+
+function ended() { live.className = "live off"; live.textContent = "dashboard ended"; }
 
 document.addEventListener("visibilitychange", () => { if (!document.hidden && isStale) { isStale = false; refresh(); } });
 document.addEventListener("click", (event) => {

@@ -13,11 +13,13 @@ export function element(tag, attributes = {}, ...children) {
 export function clear(node) { node.replaceChildren(); return node; }
 export function text(value) { return value === null || value === undefined || value === "" ? "–" : String(value); }
 
-export async function get(address) {
+// Throws a TypeError where the dashboard cannot be reached, an Error with its answer where it refuses.
+export async function ask(address) {
   const answer = await fetch(address, { credentials: "same-origin" });
   if (!answer.ok) throw new Error((await answer.text()) || `the dashboard answered ${answer.status}`);
-  return answer.json();
+  return answer;
 }
+export async function get(address) { return (await ask(address)).json(); }
 
 export function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim(); }
 

@@ -1,5 +1,5 @@
 // Pages: what is drawn of each view. A view is plain values from the server; nothing is computed here that it does not say.
-import { badge, bytes, card, clock, colour, count, date, element, get, panel, percent, seconds, short, table, text } from "./dom.js";
+import { ask, badge, bytes, card, clock, colour, count, date, element, get, panel, percent, seconds, short, table, text } from "./dom.js";
 import { band, chart, faultLines, into, lanes, seriesColour } from "./charts.js";
 
 export function describeRun(node, head) {
@@ -157,7 +157,7 @@ function events(main, view) {
 async function graph(main, view) {
   const recorded = view.graph, layers = recorded.layers || [];
   if (!layers.length) { into(main, ...notices(view), panel("Graph", "", empty("No graph was recorded: the run has not begun its first step, or is of an older version."))); return; }
-  const answer = await fetch(`/graph/${encodeURIComponent(view.head.name)}.svg`);
+  const answer = await ask(`/graph/${encodeURIComponent(view.head.name)}.svg`);
   const drawing = new DOMParser().parseFromString(await answer.text(), "image/svg+xml").documentElement;
   const sent = (recorded.communication || []).reduce((sum, each) => sum + (each.bytes || 0), 0);
   const by = {};
