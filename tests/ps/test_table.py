@@ -52,14 +52,6 @@ def test_a_sum_adds_the_ranks_in_their_order(ranks: list[set[int]], dtype: str) 
     assert len(table.take_sum()[0]) == 0
 
 
-def test_a_dropped_sum_is_forgotten() -> None:
-    table = table_of()
-    table.accumulate(*contribution({1, 2}, 0))
-    table.drop_sum()
-    table.accumulate(*contribution({5}, 0))
-    assert table.take_sum()[0].tolist() == [5]
-
-
 def equal(rows: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(rows, others, strict=True))
 

@@ -41,7 +41,6 @@ class OwnGradients:
         self.weight = 1.0
         """Share of the global batch that the next backward is computed on."""
 
-        self.num_backwards = 0
         """Gradients that backward has left here so far; changes with every backward that reaches the model."""
 
         self._all = list(model.named_parameters())
@@ -145,7 +144,6 @@ class OwnGradients:
         def note(parameter: Tensor) -> None:
             if _rests:
                 return
-            self.num_backwards += 1
             if parameter.grad is not None:
                 self._left[number] = _standing(parameter.grad)
 

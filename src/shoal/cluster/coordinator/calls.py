@@ -184,10 +184,6 @@ class Calls:
         self._gave_up: tuple[str, ...] = ()  # whom a latecomer in EXPIRED has missed
 
     @property
-    def num_granted(self) -> int:
-        return len(self._record) - (self.phase is CallPhase.ENDED)
-
-    @property
     def record(self) -> list[tuple[str, str] | None]:
         """Granted calls in order: (kind, detail) each, None for the end of the script."""
         return [wish.call for wish in self._record]

@@ -153,14 +153,12 @@ class MoveState(StrEnum):
 
     COPYING = "copying"  # whoever is new copies the slot and follows its updates; nobody serves from it yet
     READY = "ready"  # all that are new have caught up; the next view may switch
-    SWITCHED = "switched"  # a view says so: the new holders serve, the old may drop their copy
     ABANDONED = "abandoned"  # a holder died on the way; the map never changed
 
 
 MOVE_EDGES = {
     MoveState.COPYING: {MoveState.READY, MoveState.ABANDONED},
-    MoveState.READY: {MoveState.SWITCHED, MoveState.ABANDONED},
-    MoveState.SWITCHED: set(),
+    MoveState.READY: {MoveState.ABANDONED},
     MoveState.ABANDONED: set(),
 }
 
@@ -187,9 +185,6 @@ class SlotMove:
         """`server` died. The move is abandoned where it had a part; a later plan begins it anew."""
         is_open = self.state in (MoveState.COPYING, MoveState.READY)
         return self._to(MoveState.ABANDONED) if is_open and server in self.before + self.after else self
-
-    def switched(self) -> SlotMove:
-        return self._to(MoveState.SWITCHED)
 
     def _to(self, state: MoveState, missing: frozenset[str] | None = None) -> SlotMove:
         assert state is self.state or state in MOVE_EDGES[self.state], f"{self.state} to {state}"

@@ -214,11 +214,6 @@ class RowLayout:
         alignment = max(_WORD, widest)
         self.row_bytes = max(-(-end // alignment) * alignment, _WORD)
 
-    @property
-    def num_words(self) -> int:
-        """Of eight bytes, in a row."""
-        return self.row_bytes // _WORD
-
     def pack(self, columns: Mapping[str, NDArray[Any]], num_rows: int) -> Iterator[NDArray[np.uint8]]:
         """The rows of some columns, a stretch of them at a time. What is yielded is good until the next is."""
         most = max((len(group.names) for group in self._groups), default=1)
@@ -238,7 +233,7 @@ class RowLayout:
             yield buffer[:length]
 
     def unpack(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The columns of some rows (int64, [n, num_words]), as tensors of their own."""
+        """The columns of some rows (int64, [n, words of a row]), as tensors of their own."""
         raw = rows.view(torch.uint8)
         found: dict[str, torch.Tensor] = {}
         for group in self._groups:

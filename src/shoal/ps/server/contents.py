@@ -49,7 +49,7 @@ class ServerTable(RowTable):
 
     One sum may be under way: `accumulate` once per rank, in rank order, then
     `take_sum`. Contributions are kept by reference: their memory must stay as
-    it is until `take_sum` or `drop_sum`, and with a single rank until what
+    it is until `take_sum`, and with a single rank until what
     `take_sum` gave is done with.
     """
 
@@ -86,9 +86,6 @@ class ServerTable(RowTable):
         taken = self._summed() if self._parts else None
         self._parts = []
         return taken or (np.empty(0, np.int64), np.empty((0, self.dim), self.dtype))
-
-    def drop_sum(self) -> None:
-        self._parts = []
 
     def _summed(self) -> tuple[Array, Array]:
         """All parts as one. Every row is read once, however many ranks there are."""
