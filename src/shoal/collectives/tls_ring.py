@@ -164,7 +164,7 @@ class TlsWires:
             raise problems[0]
 
     def _accept(self, rank: int, timeout_s: float) -> TlsStream | PlainStream:
-        """The connection of that rank; whoever else connects is left unheard."""
+        """The connection of that rank; other connections are ignored."""
         waiting: dict[TlsStream | PlainStream, bytearray] = {}
         deadline = time.monotonic() + timeout_s
         self._listener.setblocking(False)
@@ -202,7 +202,7 @@ class TlsWires:
                     stream.close()
 
     def _hear_hello(self, stream: TlsStream | PlainStream, heard: bytearray, rank: int) -> bool:
-        """True once the rank has said whom it means; WireError where it is somebody else."""
+        """True once the rank has named its peer; WireError where it is another one."""
         try:
             while len(heard) < _HELLO.size:
                 data = stream.recv(_HELLO.size - len(heard))

@@ -1,4 +1,4 @@
-"""Faults as an API: what is to go wrong in a job, to whom and when; the same in tests, demos and `shoal chaos`.
+"""Fault injection as an API: a plan of kills, pauses and delays for tests, demos and `shoal chaos`.
 
     Faults().kill("worker-1", at_step=30).pause("worker-0", at_step=50, for_s=3).kill("coordinator", at_step=20)
 
@@ -249,7 +249,7 @@ class Faults:
 
 
 class Injector:
-    """Which faults the supervisor has to cause, and when. Pure: the time comes as an argument."""
+    """Faults that the supervisor causes, and when each is due. Pure: the time comes as an argument."""
 
     def __init__(self, faults: Faults) -> None:
         self._waiting = [

@@ -30,7 +30,7 @@ def _let_go() -> None:
     _exchanging = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_let_go)  # whoever held it is not in the child
+os.register_at_fork(after_in_child=_let_go)  # the thread that held it is not in the child
 
 EXCHANGE_TIMEOUT_S = 1.0
 """Time-out of the exchange. Code that holds the generators may itself wait for another thread, which then goes without."""

@@ -121,7 +121,7 @@ class Values:
         good = np.concatenate(parts[1:] or parts)
         if not self.is_bad.any():
             return good
-        # Bad samples will be skipped by whoever reads them; until then they go with the first good one.
+        # Bad samples are skipped when they are read; until then they go with the first good one.
         array = np.full(num_samples, good[0] if len(good) else 0, dtype=good.dtype)
         array[~self.is_bad] = good
         return array

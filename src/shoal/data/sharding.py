@@ -409,7 +409,7 @@ class ByWeight(Sharding):
 
 
 class BySpeed(Sharding):
-    """Parts in proportion to how fast workers have been. Whoever measures sets `weights`, on all ranks alike."""
+    """Parts in proportion to how fast workers have been. The caller sets `weights`, on all ranks alike."""
 
     name = "weighted"
 

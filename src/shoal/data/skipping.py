@@ -130,7 +130,7 @@ class _Seen:
         if self._path is not None:
             with self._path.open("ab+") as file:
                 if is_new:
-                    file.write(_INDEX.pack(index))  # to the end, whoever else writes
+                    file.write(_INDEX.pack(index))  # appended, also beside other writers
                     file.flush()
                 file.seek(self._num_read)
                 data = file.read()

@@ -1,4 +1,4 @@
-"""An embedding for ids that nobody counted: any int64 has a row, which comes to be when it is first trained on."""
+"""Hash embedding: any int64 id has a row, created when it is first trained on."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class RowSource(Protocol):
 
     `pull` is called once per forward of the module, `push` once per backward
     of that forward, with the keys that got a gradient, each once, increasing.
-    Whoever provides it decides what becomes of the gradients, and when.
+    The provider decides how and when the gradients are applied.
     """
 
     def uniques(self, ids: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -100,7 +100,7 @@ class LocalRows:
         """All rows; not ids that are only counted."""
         return self.table.read_rows(np.arange(self.table.num_rows))[:2]
 
-    # ---- for whoever trains them ----
+    # ---- for the strategy that trains them ----
 
     def train_by(self, rule: str, settings: Mapping[str, float]) -> None:
         """Update rows by this rule from now on. With another rule than before, its state begins anew."""

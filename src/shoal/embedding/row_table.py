@@ -634,7 +634,7 @@ class RowTable:
         return sum(len(each.of(slot)) for each in self._by_slot())
 
     def _by_slot(self) -> tuple[_BySlot, _BySlot]:
-        """Rows, and ids that are counted. Kept until there are others: whoever reads all slots asks 256 times."""
+        """Rows, and ids that are counted. Cached until they change: a reader of all slots asks 256 times."""
         if self._sorted is None:
             counted = np.empty(0, np.int32)
             slots_of_counted = np.empty(0, np.uint8)

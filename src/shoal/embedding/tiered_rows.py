@@ -265,7 +265,7 @@ class RowFile:
         self.array = flat.reshape(count, self._width)
 
     def touched(self, num_rows: int, in_memory_bytes: int) -> None:
-        """Rows were read or written; pages of the file count as this process's until they are let go of."""
+        """Rows were read or written; pages of the file count as this process's until they are released."""
         self._num_touched += num_rows
         if self._memory is not None and self._num_touched * _PAGE > max(_MAPPED_BYTES, in_memory_bytes):
             self._memory.madvise(mmap.MADV_DONTNEED)  # the kernel has them still

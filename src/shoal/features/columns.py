@@ -1,7 +1,7 @@
 """Columns of a batch as numpy arrays: numbers, or tokens (strings or whole numbers), and hashes of tokens.
 
 Batches come from tables (tensors, arrays of str), from torch's collate
-(tensors, lists of str) and from whoever serves a model (lists of anything).
+(tensors, lists of str) and from a model server (lists of anything).
 Hashes are 64 bits, the same in every process, on every machine, for ever. A
 test pins them: they are part of every model that was trained on hashed ids.
 """

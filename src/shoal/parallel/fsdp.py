@@ -1,6 +1,6 @@
 """Parameters sharded over ranks by FSDP2: which modules are a unit, and what each rank then holds.
 
-A unit's parameters are gathered before its forward and let go of after it, so
+A unit's parameters are gathered before its forward and freed after it, so
 units should be the model's repeated blocks: small enough to save memory,
 large enough to be worth a collective.
 """

@@ -421,7 +421,7 @@ class LocalSgd(Ddp):
             load_outer_pieces(self._job.model, self._outer, pieces.tensors)
 
     def _gather_for_disk(self, value: Tensor | None) -> list[Tensor]:
-        """As `gather`, but kept for nobody: whoever dies takes all back to a snapshot."""
+        """As `gather`, without a copy for replay: a death takes all ranks back to a snapshot."""
         exchange, gathered = self._group.exchange(), list[Tensor]()
         for attempt in exchange.attempts():
             with attempt as group:

@@ -193,7 +193,7 @@ class MeshParallel(Ddp):
                 )
                 by_parameters = parameter_loss.refusal(error, str(self._axes), in_stages=self._axes.pp > 1)
                 raise refusal or by_parameters or error from None
-        # Whoever holds parts goes with the one that died; the supervisor ends us while we wait.
+        # Ranks that hold shards end with the one that died; the supervisor ends this one while it waits.
         self._group.regroup(operation, time.monotonic() - began_at)
         raise self._mesh_is_lost()
 

@@ -69,7 +69,7 @@ class ParameterFile:
     def open(self) -> Iterator[ParameterFile]:
         """Within it, this process holds few pages of the file. A tensor that is still in it afterwards stays valid.
 
-        Operators of this thread let go of what they touched (`_Touches`). The thread is for what is no operator: numpy,
+        Operators of this thread release the pages they touched (`_Touches`). The thread is for what is no operator: numpy,
         a file that is read into a parameter.
         """
         others = (

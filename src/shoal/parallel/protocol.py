@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ControlFlags:
-    """What this rank would like to happen at the next commit. The StepResult says what will, on all ranks."""
+    """Requests of this rank for the next commit. The StepResult holds the decision, equal on all ranks."""
 
     stop: bool = False
     """End this fit after the step."""
@@ -137,7 +137,7 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """What a slice contributed: a sum, what it counted, and the model's outputs for the metrics."""
+    """Contribution of a slice: loss sum, its count, and the model's outputs for the metrics."""
 
     total: torch.Tensor
     count: float
@@ -162,7 +162,7 @@ class LossSum:
 @register_result_type
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What all ranks know of a step once it is committed; equal on every rank."""
+    """Outcome of a committed step; equal on every rank."""
 
     loss: float
     """Global mean loss of the step."""
@@ -295,7 +295,7 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a strategy has a layer of the user's model, and what it sends for it in a step."""
+    """Placement of a layer of the user's model under a strategy, and its communication per step."""
 
     layer: str
     """Path of the module, or of one that it is in."""

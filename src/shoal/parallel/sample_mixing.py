@@ -116,7 +116,7 @@ class _Digest(NamedTuple):
 
 @dataclass(slots=True)
 class _Crossing:
-    """What enters or leaves a module: `within` is the innermost module that runs."""
+    """A tensor that enters or leaves a module: `within` is the innermost running module."""
 
     within: str
     digests: list[_Digest]

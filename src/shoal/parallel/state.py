@@ -258,7 +258,7 @@ def layer_of(rows_name: str) -> str:
 
 
 class HashedRows:
-    """Those of one model in this process, trained by its optimizer: what a parameter's `grad` and `step()` are to it."""
+    """Hash embeddings of one model in this process, with gradient and update as a parameter has `grad` and `step()`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, number: int = 0) -> None:
         """`number` of the model among those of the script."""
@@ -510,7 +510,7 @@ def ties_of(model: nn.Module, prefix: str) -> dict[str, str]:
 def whole_pieces(
     pieces: Iterable[Piece], *, keep: bool, packing: Packing, ties: Mapping[str, str] | None = None
 ) -> Iterator[Piece]:
-    """The pieces with whole tensors, gathered one at a time; without `keep` they are let go of at once.
+    """The pieces with whole tensors, gathered one at a time; without `keep` each is freed at once.
 
     Collective: every rank goes through all of them, and only who writes needs them. What is tied is gathered once, and
     is one memory under both names, as in one process.
@@ -623,7 +623,7 @@ def rebind_optimizer(
         )
     now = dict(model.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
-        # Whoever is no parameter of the model is refused where the optimizer is taken over.
+        # Tensors that are no parameters of the model are refused where the optimizer is taken over.
         group["params"] = [now.get(before.get(id(each), ""), each) for each in group["params"]]
 
 

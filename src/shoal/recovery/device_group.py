@@ -46,7 +46,7 @@ def set_up(job: Job, interfaces: str) -> None:
 
 
 def connect(device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Have all ranks of `group` connect now: later, whoever waits for one that died meanwhile could not be told."""
+    """Have all ranks of `group` connect now: later, a rank that waits for one that died meanwhile could not be interrupted."""
     torch.accelerator.set_device_index(device.index)  # threads begin with the first one
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     torch.accelerator.synchronize(device)

@@ -194,7 +194,7 @@ class ElasticGroup(ReplayLog):
         return f"{self._waited_in} of step {step}" if self._waited_in and step else self._waited_in
 
     def _look_around(self) -> bool:
-        """Whether the group is broken; asked several times a second by whoever waits."""
+        """Whether the group is broken; polled several times a second by waiting threads."""
         if is_broken():
             return True
         if self._timeout is not None:
@@ -369,7 +369,7 @@ class Exchange:
             is_retry = True
 
     def finish(self, result: T) -> T:
-        """Count the exchange, with its result for whoever replays it."""
+        """Count the exchange, and log its result for replay."""
         failpoint("worker: committed, not counted")
         self._group._log.finish(result)
         return result

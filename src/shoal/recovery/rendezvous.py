@@ -270,7 +270,7 @@ _view: int | None = None  # the view whose group this process is in
 _sockets: dict[int, str] = {}  # what forming the group opened: descriptor -> which socket it was then
 
 _sockets_within: dict[int, str] = {}
-"""The same of groups within the group. Not watched, for they may be let go of before it; they end with it at the latest."""
+"""The same of groups within the group. Not watched, for they may be freed before it; they end with it at the latest."""
 
 _num_formed_within = 0
 """How often groups were formed within that of this process; equal on all ranks of a view."""
@@ -493,7 +493,7 @@ def _accept_ranks_only(job: Job, view: int, before: SocketsBefore, *, needs_all:
     if stranger is None and needs_all and len(group_sockets.peers(by_rank, job.rank)) < job.num_workers - 1:
         # Closed before we could look: nothing would tell us later.
         raise dist.DistError("a connection of the group was closed as soon as it was made")
-    # Whoever found nothing wrong would go on, and wait in vain for one that did.
+    # A rank that found nothing wrong would continue, and wait in vain for one that did.
     _store.set(f"{prefix}/found/{job.rank}", stranger or "")
     found = _store.multi_get([f"{prefix}/found/{rank}" for rank in range(job.num_workers)])
     for rank, each in enumerate(found):
@@ -581,7 +581,7 @@ class CollectiveTimeout:
         """WaitTimedOut where the wait is too long."""
         kept = kept_for_view()
         if threading.get_ident() != self._thread or kept is None:
-            return  # a thread that works for the exchange: whoever waits for it will say
+            return  # a helper thread of the exchange: the thread that waits for it raises
         store, prefix = kept
         waited_s, job = time.monotonic() - self._began_at, jobs.current()
         keys = {rank: f"{prefix}/{self._where}/{rank}" for rank in range(job.num_workers)}

@@ -235,7 +235,7 @@ class ReplayLog:
             holder.import_state(self._unclaimed.pop(number))
 
     def _keep(self, key: str, result: Any) -> None:
-        """Keep a result for whoever comes later, as long as all of them together are not too large."""
+        """Log a result for replay, within the size limit of the log."""
         if not self._has_let_go:
             self._results[key] = result
             if key not in self._counted:  # a replacement passes by some that it was given

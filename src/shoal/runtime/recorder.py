@@ -187,7 +187,7 @@ class Sampler:
         trace: Path | None,
         send: Callable[[str], bool],
     ) -> None:
-        """`send` gives a line to whoever writes it, and False where it was dropped."""
+        """`send` passes a line to its writer, and returns False where it was dropped."""
         self._recorder, self._process, self._incarnation, self._send = recorder, process, incarnation, send
         self._trace = TraceFile(trace, process, incarnation) if trace is not None else None
         self._num_dropped = 0

@@ -1,4 +1,4 @@
-"""Seeds as a function: each is mixed from what it is for, never from what happened before."""
+"""Seeds as a pure function of their purpose, never of earlier draws."""
 
 from __future__ import annotations
 

@@ -405,7 +405,7 @@ def _to_array(data: memoryview) -> Any:
     at = _HEAD.size + kind_bytes
     dtype = np.dtype(bytes(data[_HEAD.size : at]).decode())
     shape = [_SIZE.unpack_from(data, at + 8 * number)[0] for number in range(ndim)]
-    # A copy: whoever combines values may add into the first of them.
+    # A copy: a caller that combines values may add into the first of them.
     return np.frombuffer(bytearray(data[at + 8 * ndim :]), dtype=dtype).reshape(shape)
 
 

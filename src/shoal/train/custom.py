@@ -215,7 +215,7 @@ class WorkerData:
 
 
 class CustomLoop:
-    """What `setup` keeps between the steps of a loop it does not own."""
+    """State that `setup` keeps between the steps of a user's loop."""
 
     def __init__(self) -> None:
         self.job = jobs.current()
@@ -338,7 +338,7 @@ class CustomLoop:
 
 @dataclass(slots=True)
 class Script:
-    """What the loops of a script share: one model may be trained after another, or two in turn on one batch."""
+    """State shared by the loops of a script: one model trained after another, or two in turn on one batch."""
 
     loops: list[CustomLoop] = field(default_factory=list)
     slice: Slice | None = None

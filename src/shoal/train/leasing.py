@@ -168,7 +168,7 @@ class Leasing:
             part = self._draw(flow) if coming is None else coming if isinstance(coming, Slice) else None
 
     def _lay_out(self, epoch: int) -> None:
-        """All workers put the model on the servers together, those too for whom there will be no lease."""
+        """All workers put the model on the servers together, including those that will get no lease."""
         if not self._strategy.is_laid_out:
             whole = self._batches.slices(epoch=epoch, start=0, stop=1, rank=0, num_workers=1)
             self._strategy.lay_out(next(whole))
@@ -293,7 +293,7 @@ class Leasing:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint: enough to hand out the rest; `counted` says what of it counts already."""
+        """State for a checkpoint: enough to hand out the rest; `counted` says which batches count already."""
         return {
             "samples_per_lease": self._naming.samples_per_lease,
             "num_leases": self._naming.num_leases,

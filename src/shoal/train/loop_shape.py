@@ -43,7 +43,7 @@ class RangeLoop(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What has to be put right in a process that enters the loop."""
+    """State to restore in a process that enters the loop."""
 
     ranges: tuple[RangeLoop, ...]
     carried: frozenset[str]

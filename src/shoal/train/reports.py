@@ -150,7 +150,7 @@ class TrafficReport:
             "exchange": _exchange(job),
             "compress": job.compress,
             "steps": num_steps,
-            # What the gradients of a step are, and what of it a worker handed to the exchange.
+            # Bytes of a step's gradients, and how many of them a worker handed to the exchange.
             "raw_bytes_per_step": round(raw / num_sums),
             "sent_bytes_per_step": round(sent / num_steps),
             "ratio": round(raw / num_sums * num_steps / sent, 2),

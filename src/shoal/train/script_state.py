@@ -482,7 +482,7 @@ class DataPlace:
 
 @dataclass(slots=True)
 class Recovery:
-    """What is noted of the script for a replacement, and how a replacement takes it."""
+    """Script state recorded for a replacement, and how the replacement restores it."""
 
     models: list[torch.nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)

@@ -181,7 +181,7 @@ class Calls:
         self._waiting: dict[int, _CallWaiter] = {}
         self._connected: dict[int, bool] = {}
         self._refused = RefuseCall(-1, 0, {})  # what every rank hears in REFUSED
-        self._gave_up: tuple[str, ...] = ()  # whom a latecomer in EXPIRED has missed
+        self._gave_up: tuple[str, ...] = ()  # ranks that a latecomer in EXPIRED has missed
 
     @property
     def record(self) -> list[tuple[str, str] | None]:

@@ -446,7 +446,7 @@ class LeaseTable:
             return 0
         if self.config.shares:
             return self.config.num_ahead
-        # Whoever is slow would begin with it when the others are through.
+        # A slow worker would begin with it when the others are through.
         own_s = self.draining.seconds_for(holder.rank, self.config.samples_per_lease)
         is_late = own_s is not None and self.config.num_workers > 0 and own_s > self._seconds_left
         is_last = is_late or len(self._todo) < self.config.num_workers

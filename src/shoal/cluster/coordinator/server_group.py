@@ -311,7 +311,7 @@ class ServerGroup:
             return []
         self.view += 1
         self._map = SlotMap(self.view, holders)
-        # Whoever is being filled is filled anew in every view: only the primary knows what is still right.
+        # A replica that is being filled is filled anew in every view: only the primary knows which rows are current.
         self._moves = {}
         self._plan(self._map)
         self.newest = ServerView(self.view, said, incarnations, joining, addresses)

@@ -151,7 +151,7 @@ def fail_over(
 class MoveState(StrEnum):
     """Progress of a slot's move to another set of holders."""
 
-    COPYING = "copying"  # whoever is new copies the slot and follows its updates; nobody serves from it yet
+    COPYING = "copying"  # new holders copy the slot and follow its updates; none serves from it yet
     READY = "ready"  # all that are new have caught up; the next view may switch
     ABANDONED = "abandoned"  # a holder died on the way; the map never changed
 

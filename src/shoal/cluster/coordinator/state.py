@@ -115,7 +115,7 @@ class Coordination:
         )
         self._calls = Calls(
             num_workers=config.num_workers,
-            # Whoever is still in an exchange first has step_timeout_s to find out that nobody comes to it.
+            # A rank still in an exchange first has step_timeout_s to find out that no peer joins it.
             timeout_s=liveness.join_timeout_s + (liveness.step_timeout_s if config.can_recover else 0.0),
             membership=self._membership if config.can_recover else None,
             record=journaled.calls,
@@ -404,7 +404,7 @@ class Coordination:
         self._suspects[late.rank] = message
         return self._to_watchers(message)
 
-    # ---- whom it concerns -----------------------------------------------------------------------
+    # ---- ranks concerned -----------------------------------------------------------------------
 
     def _answer(self, client: int, message: Message) -> Answer:
         if client in self._clients:

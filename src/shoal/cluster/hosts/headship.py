@@ -235,7 +235,7 @@ class Headship:
 
 @dataclass(frozen=True, slots=True)
 class Successor:
-    """What a host has that takes over from a lost head."""
+    """State of a host that takes over from a lost head."""
 
     headship: Headship
     key: str = field(repr=False)

@@ -63,7 +63,7 @@ END_TIMEOUT_S = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class Cluster:
-    """What only a job on several hosts has."""
+    """Parts of a job on several hosts: absent on one."""
 
     config: HostsConfig
     authority: Authority

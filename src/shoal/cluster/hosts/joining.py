@@ -67,10 +67,10 @@ from shoal.runtime.transport.tls import Credentials, Identity, TlsStream
 
 KEY_VARIABLE = "SHOAL_JOIN_KEY"
 MIN_KEY_CHARACTERS = 20
-"""A key travels as a MAC, which whoever listens in may try to guess: it must be long enough for that to be hopeless."""
+"""A key is proven by a MAC, which an eavesdropper may try to brute-force: it must be too long for that."""
 
 HANDSHAKE_S = 15.0
-"""From a connection to its admission; whoever takes longer is dropped."""
+"""From a connection to its admission; a slower peer is dropped."""
 
 ADMITTED_TIMEOUT_S = 60.0
 """From a host's admission, or the last file it asked for, to its agent's connection; then another may have its number."""
@@ -176,7 +176,7 @@ class JoinedHost(NamedTuple):
 
 
 class HostSeat(NamedTuple):
-    """What the head knows of a host that was admitted."""
+    """An admitted host, as the head knows it."""
 
     hostname: str
     address: str
@@ -540,7 +540,7 @@ def _compare_script(files: HostFiles, facts: JobFacts, hostname: str) -> None:
 
 
 class Admission(NamedTuple):
-    """What a joiner comes back with."""
+    """Answer to a host that was admitted."""
 
     number: int
     credentials: Credentials

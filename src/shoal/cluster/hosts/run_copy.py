@@ -120,7 +120,7 @@ class RunCopy:
         self._is_closed.set()
         if self._files is not None:
             self._files.interrupt()
-        # Whoever still waits for a connection then has nothing of the directory open, and will not have.
+        # A thread that still waits for a connection has no file of the directory open, and will open none.
         is_idle = self._lock.acquire(timeout=END_S)
         self._held.close()
         if is_idle:

@@ -391,7 +391,7 @@ def _run_job(
         )
         run.event("job-ended", exit=exit_code)
         run.write_summary(summary)
-        display.close()  # last: it waits for whoever reads the output
+        display.close()  # last: it waits for the reader of the output
     return RunResult(exit_code=exit_code, run_dir=run.path, summary=summary, error=error)
 
 

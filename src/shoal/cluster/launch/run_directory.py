@@ -45,7 +45,7 @@ from shoal.errors import RunDirectoryError
 from shoal.runtime import own_files
 
 COPY_MARK = "copied-from"
-"""File of a directory that a host agent keeps as a copy of the head's. Whoever goes on with the run there removes it."""
+"""File of a directory that a host agent keeps as a copy of the head's. A job that continues the run there removes it."""
 
 _TAIL_BYTES = 1 << 16
 """Of metrics.jsonl: more than a line of it is long."""

@@ -1,4 +1,4 @@
-"""Ledger entries in the journal: which samples were trained by whom, one entry per stretch, never one per step.
+"""Ledger entries in the journal: samples trained by each rank, one entry per stretch, never one per step.
 
 In the exact strategies rank 0's Trainer reports where it begins and how far it
 has come, with each worker's share. Where ranges are leased, the coordinator

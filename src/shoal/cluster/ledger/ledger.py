@@ -188,7 +188,7 @@ def _settle_epoch(
     unknown = minus(((piece.start, piece.stop) for piece in done), taken)
     for piece in (
         done if unknown else []
-    ):  # of which nobody has a file: whoever finished it; by two, it is two's
+    ):  # no worker has a file of it: attributed to the one that finished it; where two did, to both
         found.counted += [RankRange(piece.rank, *part) for part in both([(piece.start, piece.stop)], unknown)]
     return found
 
@@ -506,7 +506,7 @@ class Ledger:
         )
 
     def _epoch(self, call: int, number: int, num_workers: int) -> Epoch:
-        if call not in self._began:  # whoever was to tell died before it could
+        if call not in self._began:  # the worker that reports it died before it could
             began = TrainingBegan(
                 call=call,
                 trainer=0,

@@ -32,7 +32,7 @@ class PushOutcome(IntEnum):
 
     COUNTED = 1
     KNOWN = 2  # the servers had it from somebody else
-    PUSHED = 3  # it may have counted or not: whoever pushed it has not heard, or sent it twice
+    PUSHED = 3  # it may have counted or not: the push was not acknowledged, or sent twice
 
 
 class Trained(NamedTuple):

@@ -342,7 +342,7 @@ class JobPhase(StrEnum):
 
     RUNNING = "running"
     LEAVING = "leaving"  # asked to: finishing the step and saving
-    ENDING = "ending"  # the cause is known; whoever is left has a moment to flush, then is killed
+    ENDING = "ending"  # the cause is known; remaining processes have a moment to flush, then are killed
     ENDED = "ended"
 
 

@@ -48,7 +48,7 @@ def listen_unnamed(name: str) -> tuple[socket.socket, int]:
 class Control:
     """The supervisor's end of the control socket, registered with its selector.
 
-    Whoever asked hears every answer until it is the last; one that hangs up is forgotten.
+    The caller gets every answer up to the last; one that hangs up is forgotten.
     """
 
     def __init__(self, run: Path, selector: selectors.BaseSelector) -> None:

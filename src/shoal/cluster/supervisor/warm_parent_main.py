@@ -90,7 +90,7 @@ def import_everything(more: list[str]) -> float:
 def _load_kernels(*, is_all: bool) -> None:
     """Compiled loops, here and once: no child compiles, nor reads what was compiled from the disk.
 
-    All of them for servers and whoever has rows. Gradients alone are summed by
+    All of them for servers and for workers with rows. Gradients alone are summed by
     torch operations until the loops for that were compiled, in the background.
     """
     from shoal.collectives.shm_layout import KERNELS
@@ -121,7 +121,7 @@ def main(argv: list[str]) -> None:
     send(commands, ServerReady(import_s, roles.protocol_version()))
     with contextlib.suppress(SystemExit):
         ForkServer(commands, run_role, own_sessions=True, allow_threads=False).serve()
-    # Without finalizing the interpreter: to take torch and numba apart keeps whoever waits for this process 0.4 s.
+    # Without finalizing the interpreter: finalizing torch and numba delays the parent by 0.4 s.
     flush()
     os._exit(0)
 

@@ -144,7 +144,7 @@ def _enter(spec: WorkerSpec, job: Job) -> None:
 def _take_device(job: Job) -> None:
     """Refuse a device that is not there, before the script begins; make this rank's the current one."""
     if job.device in (placement.AUTO, placement.CPU):
-        return  # nothing can be missing: whoever needs a device finds it
+        return  # nothing can be missing: a script that needs a device finds it
     import torch
 
     placed = placement.of_job(job)

@@ -88,7 +88,7 @@ def has_stepped() -> bool:
 
 
 def _watch_rendezvous(port: int) -> None:
-    # Whoever forms a group comes through here: the script, DeviceMesh, Accelerate, Lightning. shoal's own groups do not.
+    # Every process group is formed through here: the script, DeviceMesh, Accelerate, Lightning. shoal's own groups do not.
     from torch.distributed import distributed_c10d
 
     c10d: Any = distributed_c10d

@@ -11,7 +11,7 @@ from collections.abc import Callable
 class BackgroundJobs:
     """Runs one job after the other in the background, and keeps no thread when there is none left.
 
-    So whoever has one needs no `close`, and a process that ends waits for
+    So its owner needs no `close`, and a process that ends waits for
     nothing but the job at hand. An exception of a job is the job's own to
     keep. A forked child begins without jobs.
     """

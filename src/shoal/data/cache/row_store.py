@@ -84,7 +84,7 @@ class RowStore:
         files: list[int] | None = None,
         granted_bytes: int = 0,
     ) -> None:
-        """`shared_as` is what the rows are, for other processes of the job: whoever gives the same has the same rows.
+        """`shared_as` identifies the rows to other processes of the job: the same key, the same rows.
 
         `files` are from `reserve`, so that processes forked since then share
         them. `granted_bytes` of RAM are spoken for by this store, and not
@@ -277,7 +277,7 @@ class RowStore:
         fds, known, is_first = row_file.share(
             scratch.directory("rows"), identity, lambda: (self._sized(self._reserved()), facts)
         )
-        # Whoever came first has decided what lies where.
+        # The first process to open it has decided the layout.
         self.spec = RowSpec(spec.fields, spec.lists, spec.num_rows, spec.num_parts, **known)
         return fds, is_first
 
@@ -454,7 +454,7 @@ class RowPrefetch:
                     self._changed.wait_for(lambda piece=piece: piece.is_done)  # type: ignore[misc]  # the piece of this round
                 if piece.found is None:
                     self._pieces.clear()
-                    return None  # whoever reads them now meets the error
+                    return None  # the next reader meets the error
                 end = min(piece.num_used + len(rows), len(piece.rows))
                 parts.append(piece.found[piece.num_used : end])
                 rows = rows[end - piece.num_used :]

@@ -167,7 +167,7 @@ class Stretch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunFile:
-    """A finished file, open for reading: whoever holds it can read on when its name is gone."""
+    """A finished file, open for reading: it stays readable after its name is gone."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

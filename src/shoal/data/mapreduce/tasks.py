@@ -7,7 +7,7 @@
 
 A task's output exists or it does not; there is nothing else to know about it.
 So any number of processes may run `finish` at the same time, whenever they
-come, and whoever dies is nobody's loss but the task's it was at. The process
+come, and a death costs only the task that was running. The process
 that has the lock of a task's claim runs it; the kernel releases the lock when
 that process ends, however it ends.
 """
@@ -80,7 +80,7 @@ class Claim:
         self._next_beat = 0.0
 
     def beat(self) -> None:
-        """Let whoever waits see that the task goes on; cheap enough for every sample."""
+        """Heartbeat of a task; cheap enough for every sample."""
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + _BEAT_S
@@ -134,7 +134,7 @@ class Claims:
     def holder(self, name: str) -> str:
         path = self._directory / name
         if path in _held[1]:
-            return "this process"  # opening and closing the file would let go of its lock
+            return "this process"  # opening and closing the file would release its lock
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:

@@ -168,7 +168,7 @@ class BlockServer:
                     self.sent_bytes += 0 if frame is None else len(frame)
                     received = framing.read_message(connection, limits=LIMITS)
             except (EOFError, WireError, OSError):
-                pass  # whoever asked is gone, makes no sense, or is a stranger
+                pass  # the client is gone, invalid, or of another job
             finally:
                 with self._lock, contextlib.suppress(ValueError):
                     self._connections.discard(connection)
@@ -263,11 +263,11 @@ class BlockServer:
                     given.remove(home)
                 given.append(home)
                 if others and not ask.insist:
-                    # It has left here once; whoever has it gives it on.
+                    # It was sent once already; the host that has it passes it on.
                     return BlockAt(others[-1]), None
             coming = None if is_own else self._coming.get(block)
         if coming is not None:
-            # On its way to us: whoever was sent here came a moment too early.
+            # Still in transfer to this host: the client that was directed here came too early.
             with contextlib.suppress(Exception):
                 coming.result(_COMING_TIMEOUT_S)
         data = self._cache.read_all(block)
@@ -380,7 +380,7 @@ class BlockServer:
             self._send_along(*relay)
 
     def _send_along(self, block: FileBlock, data: Bytes, route: list[int]) -> None:
-        """To the first on the route that takes it. Whoever is left out asks for it when it needs it."""
+        """Send to the first host on the route that takes it. A host that is left out asks when it needs it."""
         while route and not self._is_closed:
             answer, _ = self._ask(route[0], TakeBlock(*block, route[1:]), data)
             if isinstance(answer, BlocksNoted):

@@ -37,7 +37,7 @@ from shoal.runtime.transport.messages.blocks import (
     UseCache,
 )
 
-_STALLED_S = 1.0  # nothing came for so long: whoever passes blocks on may be dead, so they are asked for
+_STALLED_S = 1.0  # nothing came for so long: the host that forwards blocks may be dead, so they are requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

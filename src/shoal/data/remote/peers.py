@@ -92,7 +92,7 @@ class ConnectionPool:
                     raise
                 continue  # it may only have been idle for too long; a fresh one tells
             if self._is_closed:
-                line.close()  # whoever asked outlived us
+                line.close()  # the client outlived this process
             else:
                 idle.append(line)
             return answer

@@ -196,7 +196,7 @@ def check_rows(
 class ArraySource(Source):
     """Rows of tensors of equal length.
 
-    A batch is always a copy, of a range as of a gather: whoever writes into
+    A batch is always a copy, of a range as of a gather: a caller that writes into
     one must not change the dataset.
     """
 

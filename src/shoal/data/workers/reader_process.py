@@ -126,12 +126,12 @@ class Sender:
 
 
 class Receiver:
-    """Opens what a Sender laid down, and knows what of it nobody uses any more."""
+    """Opens the buffers that a Sender wrote, and tracks which of them are no longer used."""
 
     def __init__(self) -> None:
         self._segments: dict[int, mmap.mmap] = {}
         self._num_used = 0
-        # Consumers let go of values in any thread, and at any moment: this is all that happens then.
+        # Consumers release values in any thread and at any moment: this is all that happens then.
         self._let_go: deque[int] = deque()
 
     def receive(self, parcel: Parcel, fd: int | None) -> Any:

@@ -243,7 +243,7 @@ class Ps:
             self._buffers.was_computed_elsewhere()
             self._session.have_two_phases()
             if self._session.mode.two_phase:
-                # Whoever committed it may have died before it had told every server.
+                # The worker that committed it may have died before it had told every server.
                 self._session.commit_again(self._decision_of(vector))
         verdict = self._conclude(vector)
         if ahead is not None:

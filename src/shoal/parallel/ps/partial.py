@@ -7,7 +7,7 @@ through the steps it missed without computing them.
 
 Nobody ever has the whole gradient, so every worker clips the mean gradient
 of its own part. The step's is a mean of those: it is no longer than
-`clip_norm` either, whoever is left out of it.
+`clip_norm` either, whichever worker is left out of it.
 """
 
 from __future__ import annotations

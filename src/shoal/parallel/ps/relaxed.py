@@ -1,4 +1,4 @@
-"""`ps:ssp=K` and `ps:async`: every push is one update, and nobody waits for the slowest, or only so far.
+"""`ps:ssp=K` and `ps:async`: every push is one update; workers wait for the slowest up to K clocks, or never.
 
 One worker computes one whole batch, so batch size, learning rate and schedule
 mean what they mean in one process; which batches, the coordinator says by

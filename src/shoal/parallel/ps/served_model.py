@@ -277,7 +277,7 @@ def _piece(parameter: nn.Parameter, offset: int, at: int, numel: int) -> Tensor 
 
 
 def slots_at_launch(num_servers: int, num_copies: int) -> list[list[int]]:
-    """The slots of each server as the job began: what chunks are balanced over, whoever is there by now."""
+    """Slots of each server at launch: chunks are balanced over these, however many servers there are by now."""
     names = [f"server-{number}" for number in range(num_servers)]
     weights = dict.fromkeys(names, 1.0)
     seed = evenest_seed(weights, [1.0] * NUM_SLOTS, num_copies=num_copies) if num_servers > 1 else 0

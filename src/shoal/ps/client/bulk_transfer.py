@@ -128,7 +128,7 @@ def read_changes(
 
 
 class _Writing:
-    """Rows on their way to whoever holds them."""
+    """Rows in transfer to the servers that hold their slots."""
 
     def __init__(self, table: msg.TableSpec, arrays: Sequence[NDArray[Any]], step: int) -> None:
         """`arrays`: keys, values and, unless they are as new, state."""

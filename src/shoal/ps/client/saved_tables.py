@@ -66,7 +66,7 @@ class TablesManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What a save wrote."""
+    """Size of a finished save."""
 
     num_rows: int
     num_bytes: int

@@ -75,7 +75,7 @@ class Group:
         """`ask_view(after, timeout_s)` waits for a view newer than `after`; `ways_in` lead to servers of this host, by
         number, and `own_host` is its address, by which a view tells them from those of other hosts.
 
-        `tell_late(ranks, waited_s)` has somebody look at workers for whom this one waits too long.
+        `tell_late(ranks, waited_s)` reports workers that this one has waited for too long.
         """
         self._tell_late = tell_late
         self._hello = msg.Hello(name, incarnation)
@@ -297,7 +297,7 @@ class Group:
         return answer, frames
 
     def _wait_on(self, link: Link, ticket: int) -> tuple[Message, list[memoryview]]:
-        """It took too long: have whoever is missing looked at, then wait once more as long."""
+        """On time-out: report the workers that the server waits for, then wait once more as long."""
         missing = self._missing(link)
         if missing and self._tell_late is not None:
             self._tell_late(missing, self.timeout_s)

@@ -3,7 +3,7 @@
 With one server a pulled row is read from the memory that the server gathered
 it into. With several, what each holds is put together in the order of the
 keys. A push keeps everything until it is acknowledged, and can send all of it
-again in another view, cut anew over whoever holds the slots by then.
+again in another view, cut anew over the servers that hold the slots by then.
 """
 
 from __future__ import annotations
@@ -472,7 +472,7 @@ class PushStep:
         return np.frombuffer(bytes(self._into[server][0].view), np.float64)
 
     def _norm(self, servers: list[int]) -> float:
-        # By slot, then in the order of the slots: whoever holds them, the sum has the same bits.
+        # By slot, then in the order of the slots: the sum has the same bits under any placement.
         squares = np.zeros(NUM_SLOTS)
         for server in servers:
             squares += np.frombuffer(bytes(self._into[server][1].view), np.float64)

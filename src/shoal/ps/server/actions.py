@@ -47,7 +47,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class DropPeer:
-    """Close this connection: whoever is there has been replaced, or makes no sense."""
+    """Close this connection: its process has been replaced, or sends invalid messages."""
 
     peer: int
     problem: str

@@ -458,7 +458,7 @@ class ServerCore:
             return is_there and self.replica.has_followed(self.state, message.clock)
         if self._low >= message.clock:
             return True
-        # Whoever has nothing under way here may have heard of the step elsewhere, and nobody may ever make it here.
+        # A worker with nothing in flight here may know the step from another server, and it may never be made here.
         return mode.kind in PARTIAL_MODES and self.clients.rank(request.peer) not in self._steps().ended
 
     def _pulled(self, request: Request, keys: Keys | None) -> Reply:

@@ -64,7 +64,7 @@ LOOK_AROUND_EVERY_S = 0.2
 SHARE = 0.8  # of the memory that is available when a server starts
 
 RESERVE_SHARE = 0.05
-"""Of the same. Once less than this is available, whoever uses the rest, nothing is taken any more."""
+"""Of the same. Once less than this is available, whichever process uses the rest, no memory is taken any more."""
 
 GROWING = (msg.DeclareTable, msg.DeclareDense, msg.PushRows, msg.PushDense, msg.WriteRows, msg.WriteChunk)
 """Requests of clients that may make a server hold more than before."""

@@ -93,7 +93,7 @@ class AppliedSeqs:
     def triples(self, slots: Slots) -> npt.NDArray[np.int64]:
         """(slot, stream, seq) of these slots, for a checkpoint; one more with seq 0 tells the stream below which all are over."""
         held = np.flatnonzero(slots)
-        # Marks of those are forgotten: whoever goes on from the checkpoint must not run them again.
+        # Marks of those are forgotten: a resumed job must not run them again.
         over = [(int(held[0]), self.done_below, 0)] if len(held) and self.done_below else []
         found = over + [
             (slot, stream, seq) for slot in held.tolist() for stream, seq in self.of_slot(slot) if seq

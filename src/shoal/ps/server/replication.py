@@ -53,7 +53,7 @@ class MailboxState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LastStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The newest step that a server committed, so that it can be told again to who asks again."""
+    """Newest step that a server committed, kept to answer a repeated request."""
 
     seq: Count
     vector: list[float]

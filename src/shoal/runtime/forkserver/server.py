@@ -120,7 +120,7 @@ class ForkServer:
         send(self._commands, Forked(pid), [self._pidfds[pid]])
 
     def _run_child(self, command: Fork, fds: list[int]) -> int:
-        """In the child: let go of what is the server's, then run."""
+        """In the child: close the server's descriptors, then run."""
         if self._own_sessions:
             os.setsid()
         self._selector.close()

@@ -64,7 +64,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False)  # not frozen: that would cost as much as all the rest of `alloc`
 class Buffer:
-    """Bytes of an arena that belong to whoever asked for them, until they are given back."""
+    """Bytes of an arena, owned by the caller until it releases them."""
 
     view: memoryview
     """Writable, of exactly `nbytes` bytes: for numpy.frombuffer and torch.frombuffer."""

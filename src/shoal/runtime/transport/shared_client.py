@@ -86,15 +86,15 @@ class Link:
         timeout_s: float = 10.0,
         arena: ArenaConfig | None = None,
     ) -> None:
-        """Connect to whoever listens at `address`, without a word.
+        """Connect to the server that listens at `address`; sends nothing.
 
-        `peer` is what errors call it, and whom the certificate of another host's must name.
+        `peer` is what errors call it, and the name that the certificate of another host's must carry.
         """
         self.peer = peer or str(address)
         self.is_remote = tls.is_remote(str(address))
         """Is the server on another host? Then nothing of it can be mapped here."""
         self.on_lost: Callable[[LinkLost], None] | None = None
-        """Called once, by whoever notices first that the connection is lost."""
+        """Called once, by the first thread that notices the lost connection."""
         self.unasked: deque[LinkReply] = deque()
         """Answers to requests that were sent with `wants_reply=False`: refusals."""
         self.welcome: Welcome | None = None
@@ -573,7 +573,7 @@ class Link:
     # ---- a socket that is full --------------------------------------------------------------------
 
     def _drain(self, operation: str) -> None:
-        """Wait until all was sent. Reads meanwhile: the server stops reading from whom it cannot answer."""
+        """Wait until all was sent. Reads meanwhile: the server stops reading from a client that it cannot answer."""
         began = time.monotonic()
         while True:
             with self._lock:

@@ -309,7 +309,7 @@ class Listener:
             self.num_refused += 1
             self.last_refusal = f"{found.name}: {problem}"
         if found.is_away:
-            found.is_closed = True  # and its socket is closed once the thread has let go of it
+            found.is_closed = True  # and its socket is closed once the thread has released it
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(found.sock, socket.SHUT_RDWR)
         else:
@@ -372,7 +372,7 @@ class Listener:
             return  # it was gone before we looked
         strangers = [peer for peer in self._peers.values() if peer.stream is not None and not peer.has_spoken]
         if len(strangers) >= self._config.num_strangers:
-            # Whoever belongs here says Hello within milliseconds, and is not the oldest.
+            # A client of this job sends Hello within milliseconds, and is not the oldest.
             self.close_peer(strangers[0].number, f"{len(strangers)} connections said nothing yet")
         intake = Intake(REMOTE_REQUESTS, place=lambda frames, nbytes: self._place_of(peer, frames, nbytes))
         peer = _Peer(self._num_accepted + 1, stream, time.monotonic(), name, intake, stream)
@@ -527,7 +527,7 @@ class Listener:
         self, peer: _Peer, stream: TlsStream | PlainStream, received: Received
     ) -> Request | None:
         message = received[0]
-        # What has arrived whole is for whoever takes it.
+        # Messages that arrived whole are still delivered.
         num_bytes, problem = peer.incoming.pop(id(received[1]), (0, None))
         self._release(peer, num_bytes)
         self._release_lent(peer)  # what other connections carried of the last answer is sent by now
@@ -750,7 +750,7 @@ def _places(peer: _Peer, frames: Sequence[Bytes]) -> list[Place]:
 
 
 def _check_identity(identity: Identity, message: Message) -> None:
-    """Whoever speaks from another host is who its certificate says."""
+    """Refuse a peer of another host that is not the one its certificate names."""
     if not isinstance(message, Hello):
         raise WireError(f"its first sentence was {type(message).__name__}, not Hello")
     is_own = message.name == identity.name and identity.role in ("worker", "server")

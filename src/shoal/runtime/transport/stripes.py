@@ -52,7 +52,7 @@ class Stripes:
         others: Sequence[socket.socket],
         on_sent: Callable[[], None] | None = None,
     ) -> None:
-        """`first` is shut down when one of the others is lost: whoever waits for it finds `error`.
+        """`first` is shut down when one of the others is lost: a thread that waits for it finds `error`.
 
         `on_sent` is called by a connection's thread whenever nothing is left to send.
         """

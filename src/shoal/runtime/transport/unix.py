@@ -35,7 +35,7 @@ class Peer(NamedTuple):
 
 
 def runtime_dir() -> Path:
-    """Make a private, short-named directory for sockets; whoever asked removes it.
+    """Make a private, short-named directory for sockets; the caller removes it.
 
     Under XDG_RUNTIME_DIR where that is ours, else under the temporary
     directory, else (should that be too deep for a socket's path) under /tmp.
@@ -80,7 +80,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, Peer]:
 
 
 def connect(path: str | Path, *, timeout_s: float) -> socket.socket:
-    """Connect to whoever listens at `path`; OSError where nobody does, WireError where another user does."""
+    """Connect to the listener at `path`; OSError where there is none, WireError where it is another user's."""
     sock = _new_socket(path)
     try:
         sock.settimeout(timeout_s)

@@ -31,7 +31,7 @@ CLOSE_S = 30.0
 
 
 class Tracker(Callback, abc.ABC):
-    """What all of them do: steps and epochs as numbers by name, at a step."""
+    """Base of trackers: metrics of steps and epochs as numbers by name, at a step."""
 
     package = ""
     """Its extra, as in `pip install 'shoal[mlflow]'`."""

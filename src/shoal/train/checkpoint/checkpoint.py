@@ -713,7 +713,7 @@ class BaseRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Parts(msgspec.Struct, frozen=True):
-    """What one rank wrote of a checkpoint."""
+    """Files of a checkpoint that one rank wrote."""
 
     files: dict[str, FileRecord]
     pieces: list[PieceRecord]

@@ -65,7 +65,7 @@ _METRICS = "metrics/"
 
 
 def save_model(trainer: Trainer, path: str) -> None:
-    """The weights alone, for whoever uses the model: tied ones under each of their names, as `load_state_dict` wants them."""
+    """The weights alone, for inference: tied ones under each of their names, as `load_state_dict` wants them."""
     pieces = [piece for piece in trainer.strategy.state() if piece.name.startswith(MODEL)]
     if trainer.rank == 0:
         seen: set[int] = set()

@@ -113,7 +113,7 @@ def _writing_local(target: Path) -> Iterator[Open]:
     _sweep(target)
     temporary = temporary_name(target)
     temporary.mkdir()
-    # Held until the end: whoever finds the directory and gets this lock knows that its writer is gone.
+    # Held until the end: a process that gets this lock knows that the directory's writer is gone.
     lock = os.open(temporary, os.O_RDONLY)
     try:
         with contextlib.suppress(
@@ -135,7 +135,7 @@ def shared_temporary(target: Path) -> Path:
 
 
 def begin_together(place: Place) -> int:
-    """Make the directory for the parts of all ranks, empty; return its lock, which whoever ends it closes."""
+    """Make the empty directory for the parts of all ranks; return its lock, which the caller closes."""
     _refuse_foreign(place)
     target = place.local
     assert target is not None

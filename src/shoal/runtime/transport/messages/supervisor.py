@@ -132,7 +132,7 @@ class Watching(Message, frozen=True, tag="watching"):
 class Suspect(Message, frozen=True, tag="suspect"):
     """Coordinator to supervisor: "this process keeps the others waiting; it must be killed".
 
-    Said again as long as they wait, and to whoever watches anew.
+    Repeated while they wait, and sent to every new watcher.
     """
 
     rank: Rank
@@ -262,7 +262,7 @@ class ScaleBegun(Message, frozen=True, tag="scale-begun"):
 class ServersScaled(Message, frozen=True, tag="servers-scaled"):
     """Coordinator to supervisor, and on to `shoal scale`: "every slot is where it belongs"; others may leave.
 
-    Said to whoever watches, whenever slots have come to where they belong.
+    Sent to watchers whenever slots have reached their target.
     """
 
     view: Count

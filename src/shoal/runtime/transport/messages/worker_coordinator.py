@@ -55,7 +55,7 @@ class Leave(Message, frozen=True, tag="leave"):
 
 
 class WaitExpired(Message, frozen=True, tag="wait-expired"):
-    """Coordinator to worker, instead of any answer that waits: "your wait is over", and for whom it was."""
+    """Coordinator to worker, instead of any answer that waits: "your wait is over", with the rank it waited for."""
 
     operation: str
     waited_s: float
