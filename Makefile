@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Tests start hundreds of interpreters. Where Python is told to keep no bytecode, each of them compiles torch again: seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup kernels demo test test-fast test-engines matrix check lint types policies format bench bench-peers simulate clean
+.PHONY: setup kernels demo docs test test-fast test-engines matrix check lint types policies format bench bench-peers simulate clean
 
 setup: $(READY)
 
@@ -48,6 +48,19 @@ $(ENGINES_READY): $(READY) pyproject.toml constraints.txt .ci/engines
 test-engines: $(ENGINES_READY)
 	SHOAL_TEST_ENGINES=1 .engines/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/engines
 
+# The documentation as a site, in out/site; broken links fail it. Its packages lie apart, like those of the engines.
+DOCS_READY := .docs/.ready
+$(DOCS_READY): $(READY) constraints.txt
+	$(BIN)/python -m venv --without-pip .docs
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib")); print("$(CURDIR)/src")' \
+		>$$(.docs/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	PIP_CONSTRAINT=constraints.txt .docs/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		mkdocs-material mkdocstrings-python
+	touch $(DOCS_READY)
+
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 .docs/bin/python -m mkdocs build --quiet
+
 # What `make test` leaves out: every model under every strategy at 2, 3 and 4 workers, every fault in a job of its own, and
 # other cases that differ from one that it runs in numbers only.
 matrix: $(READY)
@@ -56,8 +69,8 @@ matrix: $(READY)
 check: lint types policies
 
 lint: $(READY)
-	$(BIN)/ruff format --check src tests examples benchmarks
-	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks docs
+	$(BIN)/ruff check src tests examples benchmarks docs
 
 types: $(READY)
 	$(BIN)/mypy
@@ -66,8 +79,8 @@ policies: $(READY)
 	$(BIN)/python -m pytest tests/policies
 
 format: $(READY)
-	$(BIN)/ruff format src tests examples benchmarks
-	$(BIN)/ruff check --fix src tests examples benchmarks
+	$(BIN)/ruff format src tests examples benchmarks docs
+	$(BIN)/ruff check --fix src tests examples benchmarks docs
 
 # All of it takes hours; what a package alone can measure, a minute: shoal bench ps
 bench: $(READY)
@@ -84,4 +97,4 @@ simulate: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m simulation --seeds $(SEEDS)
 
 clean:
-	rm -rf $(VENV) .peers .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis runs out
+	rm -rf $(VENV) .peers .engines .docs .mypy_cache .ruff_cache .pytest_cache .hypothesis runs out

@@ -1,0 +1,45 @@
+"""Scripts of the migration pages whose peers install here, before and after: they run as their pages say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples/migration"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+RUNS = {
+    "ddp_before": TORCHRUN,
+    "accelerate_before": ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"),
+    "hf_trainer_before": TORCHRUN,
+    "lightning_before": (),
+    "spark_before": (),
+    "hf_trainer_after": ("-m", "shoal", "run", "-n", "2"),
+    "spark_after": (),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_script_runs_as_its_page_says(name: str, tmp_path: Path) -> None:
+    if not os.environ.get("SHOAL_TEST_ENGINES"):
+        pytest.skip("peers are installed by `make test-engines` alone")
+    ran = subprocess.run(
+        [sys.executable, *RUNS[name], str(FOLDER / f"{name}.py")],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    accuracies = [float(value) for value in re.findall(r"accuracy (\d\.\d+)", ran.stdout)]
+    assert all(value > 0.9 for value in accuracies), ran.stdout
+    if name.startswith("spark"):
+        assert "weight" in ran.stdout or "prediction" in ran.stdout
+    elif name != "hf_trainer_before":
+        assert accuracies, ran.stdout
