@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
 from mkdocs.structure.files import File
-from typer.core import TyperGroup
 from typer.testing import CliRunner
 
-from shoal.cli import app
+from shoal.cli import VERBS, app
 
 ROOT = Path(__file__).parents[1]
 SHARED = ("examples", "benchmarks/results")
@@ -45,7 +43,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         markdown = markdown.replace(f"](../{up}README.md", f"]({up}index.md")
     markdown = markdown.replace("<!-- lines of the scripts -->", "\n".join(_line_counts()))
     if home == "reference/commands.md":
-        markdown += "".join(_help_texts(typer.main.get_command(app)))
+        markdown += "".join(_help_texts())
     return re.sub(r"\]\((?:\.\./)*adr/?\)", f"]({up}{FIRST_DECISION})", markdown)
 
 
@@ -67,11 +65,9 @@ def _code(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line.strip() and not line.startswith('"""')]
 
 
-def _help_texts(command: Any, *words: str) -> Iterator[str]:
+def _help_texts() -> Iterator[str]:
     """What `--help` prints, for every verb."""
-    if isinstance(command, TyperGroup):
-        for verb, each in sorted(command.commands.items()):
-            yield from _help_texts(each, *words, verb)
-        return
-    shown = CliRunner().invoke(app, [*words, "--help"], prog_name="shoal", env={"COLUMNS": "110"})
-    yield f"\n## shoal {' '.join(words)}\n\n```text\n{shown.output}\n```\n"
+    for name, verb in VERBS.items():
+        words = [name, "render"] if verb.is_group else [name]
+        shown = CliRunner().invoke(app, [*words, "--help"], prog_name="shoal", env={"COLUMNS": "110"})
+        yield f"\n## shoal {' '.join(words)}\n\n```text\n{shown.output}\n```\n"

@@ -14,10 +14,9 @@ import typer
 from parsed import ROOT
 from typer.core import TyperCommand, TyperGroup
 
-from shoal.cli import app
+from shoal.cli import VERBS, load
 
 PAGES = sorted([ROOT / "README.md", ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")])
-COMMAND = typer.main.get_command(app)
 FENCED = re.compile(r"^([ \t]*)```(\w*)\n(.*?)^\1```", re.M | re.S)
 
 
@@ -69,10 +68,15 @@ def _problem(line: str) -> str | None:
         words = shlex.split(line.split(" | ")[0].split(" > ")[0])[1:]
     except ValueError as error:
         return str(error)
-    command: TyperCommand | TyperGroup = COMMAND
-    while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
-        if words[0] not in command.commands:
-            return f"there is no verb '{words[0]}'" if words[0].islower() and words[0].isascii() else None
+    verb = words.pop(0) if words else "--help"
+    if verb.startswith("-"):
+        return None
+    if verb not in VERBS:
+        return f"there is no verb '{verb}'"
+    command: TyperCommand | TyperGroup = typer.main.get_command(load(verb))
+    if isinstance(command, TyperGroup):
+        if not words or words[0] not in command.commands:
+            return f"`shoal {verb}` has {', '.join(command.commands)}"
         command = command.commands[words.pop(0)]
     options = {name: each for each in command.params for name in each.opts + each.secondary_opts}
     while words:
