@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Tests start hundreds of interpreters. Where Python is told to keep no bytecode, each of them compiles torch again: seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup kernels demo docs test test-fast test-engines matrix check lint types policies format bench bench-peers simulate clean
+.PHONY: setup kernels demo docs release test test-fast test-engines matrix check lint types policies format bench bench-peers simulate clean
 
 setup: $(READY)
 
@@ -60,6 +60,10 @@ $(DOCS_READY): $(READY) constraints.txt
 
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 .docs/bin/python -m mkdocs build --quiet
+
+# Wheel and sdist in dist/, and what a user does with the wheel in an environment that has never seen the repository.
+release: $(READY)
+	.ci/release
 
 # What `make test` leaves out: every model under every strategy at 2, 3 and 4 workers, every fault in a job of its own, and
 # other cases that differ from one that it runs in numbers only.

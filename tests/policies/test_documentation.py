@@ -42,8 +42,8 @@ def test_every_migrated_script_has_a_page_and_a_counterpart() -> None:
         assert (scripts / f"{name}_before.py").exists()
         assert (scripts / f"{name}_after.py").exists()
         page = (ROOT / f"docs/migration/{name}.md").read_text()
-        assert f"{name}_before.py" in page
-        assert f"{name}_after.py" in page
+        for which in ("before", "after"):
+            assert f'--8<-- "examples/migration/{name}_{which}.py"' in page
 
 
 def test_a_command_with_a_misspelt_option_is_found() -> None:

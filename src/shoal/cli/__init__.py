@@ -62,6 +62,7 @@ VERBS = {
         ends_at_script=True,
     ),
     "init": VerbSpec("init:init", "Write a training script and a file of options to start from."),
+    "examples": VerbSpec("examples:examples", "Copy the examples into a folder."),
     "join": VerbSpec(
         "hosts:join", "Join a job as one of its hosts: runs its processes here until the job is over."
     ),
