@@ -105,7 +105,7 @@ ONCE = [
 ]
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [3, *matrix_only(2, 4)])
 def test_workers_killed_at_every_point_of_a_step_leave_no_trace(
     recovers: Callable[..., Launched], workers: int
 ) -> None:
