@@ -575,7 +575,7 @@ class LinkLost(PsError):
         self.peer, self.reason = peer, reason
         super().__init__(
             f"the connection to {peer} is lost: {reason}. What it acknowledged is kept there and on its replicas; what it "
-            "did not has to be sent again to whoever holds its slots in the next view."
+            "did not has to be sent again to the servers that hold its slots in the next view."
         )
 
 

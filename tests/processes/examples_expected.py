@@ -22,6 +22,9 @@ class Example:
     exact: bool
     """No layer mixes the batch or draws random numbers: the numbers printed are the same at any number of workers."""
 
+    fewer: tuple[str, ...] = ()
+    """Arguments with which it has enough data for a few steps: `shoal verify` runs it several times."""
+
     @property
     def script(self) -> Path:
         return FOLDER / f"{self.name}.py"
@@ -105,12 +108,14 @@ EXAMPLES = [
         ["--samples", "12000", "--ids", "5000", "--batch", "250", "--out", "out/clicks"],
         check_clicks,
         exact=True,
+        fewer=("--samples", "2000"),
     ),
     Example(
         "resnet",
         ["--samples", "1000", "--epochs", "3", "--batch", "48", "--width", "4", "--size", "16"],
         check_resnet,
         exact=False,
+        fewer=("--samples", "200", "--epochs", "1"),
     ),
     Example(
         "char_gpt",
@@ -118,10 +123,16 @@ EXAMPLES = [
         check_char_gpt,
         exact=True,
     ),
-    Example("vae", ["--samples", "2000", "--size", "8"], check_vae, exact=False),
+    Example("vae", ["--samples", "2000", "--size", "8"], check_vae, exact=False, fewer=("--samples", "500")),
     Example("gan", [], check_gan, exact=True),
     Example("custom_loop", ["--samples", "1000"], check_custom_loop, exact=True),
-    Example("table_features", ["--rows", "8000", "--out", "out/table"], check_table_features, exact=True),
+    Example(
+        "table_features",
+        ["--rows", "8000", "--out", "out/table"],
+        check_table_features,
+        exact=True,
+        fewer=("--rows", "2000"),
+    ),
 ]
 
 WITH_SERVERS = [

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 from launched import Launched
 
+from whole_matrix import matrix_only
 
-@pytest.mark.parametrize("workers", [2, 3])
+
+@pytest.mark.parametrize("workers", [3, *matrix_only(2)])
 def test_gathers_sums_and_gradients_over_gloo(launch_script: Callable[..., Launched], workers: int) -> None:
     done = launch_script(
         """

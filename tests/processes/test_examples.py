@@ -60,7 +60,9 @@ def test_the_example_learns_on_parameter_servers(
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_three_workers_compute_what_one_process_does(example: Example, invoke: Callable[..., Result]) -> None:
-    result = invoke("verify", str(example.script), "-n", "3", "--steps", "5", "--", *example.args)
+    result = invoke(
+        "verify", str(example.script), "-n", "3", "--steps", "3", "--", *example.args, *example.fewer
+    )
     assert result.exit_code == 0, result.output
     assert ("slices" in result.output) != example.exact, result.output
 

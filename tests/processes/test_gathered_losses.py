@@ -1,4 +1,4 @@
-"""Losses over gathered rows: in-batch negatives train as in one process, whoever holds the rows and whoever dies."""
+"""Losses over gathered rows: in-batch negatives train as in one process, under any split of the rows and under deaths."""
 
 from __future__ import annotations
 

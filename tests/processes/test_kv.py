@@ -1,4 +1,4 @@
-"""`shoal.ps.connect` against real servers: every push counts once, whoever is killed, and what is wrong is said."""
+"""`shoal.ps.connect` against real servers: every push counts once, under kills too, and bad input is refused with its reason."""
 
 from __future__ import annotations
 

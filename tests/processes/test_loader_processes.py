@@ -24,6 +24,7 @@ from shoal.data import Batches, as_batches
 from shoal.data.workers.loader_options import ProcessInit
 from shoal.errors import DataError
 from waiting import wait_until
+from whole_matrix import matrix_only
 
 
 class Noisy(TorchDataset):  # type: ignore[type-arg]
@@ -70,7 +71,7 @@ def values(
     return found
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [3, *matrix_only(1)])
 def test_processes_read_the_same_samples_and_draw_the_same_numbers(num_workers: int) -> None:
     plain = values(batches_of(0, shuffle=True), epoch=1)
     apart = batches_of(2, shuffle=True)

@@ -1,4 +1,4 @@
-"""In a launched job the workers share the tasks of a map_reduce; whoever is killed costs the task it was at."""
+"""In a launched job the workers share the tasks of a map_reduce; a death costs the task that was running."""
 
 from __future__ import annotations
 

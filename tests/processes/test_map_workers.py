@@ -1,4 +1,4 @@
-"""`map(fn, workers=n)`: the same batches as without, whoever is killed, and nothing left behind."""
+"""`map(fn, workers=n)`: the same batches as without, under kills too, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from shoal import Faults
 from shoal.data import Batches
 from shoal.errors import ReaderStuck, SampleEndsReader
 from waiting import wait_until
+from whole_matrix import matrix_only
 
 Launch = Callable[..., Launched]
 Children = Callable[[], list[psutil.Process]]
@@ -88,7 +89,7 @@ def values(
     return found
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [3, *matrix_only(1)])
 def test_processes_read_the_same_samples_and_draw_the_same_numbers(num_workers: int) -> None:
     plain = values(batches_of(0), epoch=1)
     apart = batches_of(2)
@@ -96,7 +97,7 @@ def test_processes_read_the_same_samples_and_draw_the_same_numbers(num_workers: 
     assert values(apart, num_workers=num_workers, epoch=1, start=16) == plain[16:]
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [3, *matrix_only(1)])
 def test_readers_killed_at_random_change_nothing(num_workers: int, readers: Children) -> None:
     draws = random.Random(num_workers)
     kills = []

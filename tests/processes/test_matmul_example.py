@@ -8,8 +8,10 @@ import pytest
 from examples_expected import FOLDER, numbers
 from launched import Launched
 
+from whole_matrix import matrix_only
 
-@pytest.mark.parametrize("workers", [1, 3, 4])
+
+@pytest.mark.parametrize("workers", [3, 4, *matrix_only(1)])
 def test_the_product_is_that_of_one_process(launch_script: Callable[..., Launched], workers: int) -> None:
     done = launch_script(FOLDER / "matmul.py", workers=workers, args=("--size", "61"), quiet=True)
     assert done.exit_code == 0, done.error

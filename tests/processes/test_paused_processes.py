@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal import Faults
 from shoal.errors import WaitTimedOut
+from whole_matrix import matrix_only
 
 NUM_STEPS = 12
 SCRIPT = f"""
@@ -45,7 +46,7 @@ def suspects(launched: Launched) -> list[tuple[int, bool]]:
     return [(event["rank"], event["killed"]) for event in launched.events if event["event"] == "suspect"]
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("workers", "servers"), [(3, 2), *matrix_only((2, 1))])
 def test_a_paused_worker_is_killed_and_replaced(
     launch_script: Launch, tmp_path: Path, workers: int, servers: int
 ) -> None:

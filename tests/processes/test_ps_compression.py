@@ -1,4 +1,4 @@
-"""--compress with servers: fewer bytes, a loss close to that without, and the same bits whoever dies."""
+"""--compress with servers: fewer bytes, a loss close to that without, and the same bits under deaths."""
 
 from __future__ import annotations
 

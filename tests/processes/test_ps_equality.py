@@ -21,7 +21,7 @@ Results = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def of_one_process() -> dict[str, Results]:
-    """What one process computes, by script; filled by whoever needs it first."""
+    """Results of one process by script; filled by the first test that needs them."""
     known: dict[str, Results] = {}
     return known
 

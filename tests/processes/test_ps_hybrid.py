@@ -1,4 +1,4 @@
-"""ps:hybrid: dense parameters by all-reduce and rows on servers go on together, whoever dies when."""
+"""ps:hybrid: dense parameters by all-reduce and rows on servers recover together from any death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--push-every, --pull-every, --row-cache and --fan-in together: every batch counts once, whoever dies."""
+"""--push-every, --pull-every, --row-cache and --fan-in together: every batch counts once, under deaths too."""
 
 from __future__ import annotations
 

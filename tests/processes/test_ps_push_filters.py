@@ -1,4 +1,4 @@
-"""--push-norm and --staleness-lr: what servers make of a push, whoever dies; and where they are refused."""
+"""--push-norm and --staleness-lr: effect of the push filters on servers, under deaths too; and where they are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ps:async and ps:ssp=K: every sample of an epoch once, whoever dies; ends that all agree on; workers know no workers."""
+"""ps:async and ps:ssp=K: every sample of an epoch once, under deaths too; ends that all agree on; workers know no workers."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import pytest
 
 from shoal.runtime.transport import unix
 from waiting import wait_until
+from whole_matrix import matrix_only
 
 WORKER = Path(__file__).with_name("rendezvous_worker.py")
 
@@ -140,7 +141,7 @@ def listening(pid: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, 4])
+@pytest.mark.parametrize("num_workers", [3, *matrix_only(2, 4)])
 def test_a_group_forms_works_and_is_heard_on_loopback_alone(
     workers: Workers, start: Callable[..., Coordinator], num_workers: int
 ) -> None:

@@ -15,6 +15,7 @@ from launched import Launched
 from safetensors.torch import load_file
 
 from shoal.cluster.launch.api import resume_config
+from whole_matrix import matrix_only
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "run_0_1_0"
 
@@ -40,7 +41,7 @@ def test_status_and_ledger_read_a_run_of_0_1_0(run: Path) -> None:
     assert "epoch 2: all 96 samples trained exactly once" in status("--ledger")
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [3, *matrix_only(2)])
 def test_a_run_of_0_1_0_resumes_to_the_weights_it_ended_with(
     launch_script: Callable[..., Launched], run: Path, tmp_path: Path, workers: int
 ) -> None:

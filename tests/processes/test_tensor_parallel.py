@@ -88,7 +88,7 @@ _results: dict[str, list[float]] = {}
 def run(
     launch_script: Callable[..., Any], strategy: str, workers: int, *, dropout: float, **options: Any
 ) -> Any:
-    """Launches, and keeps the result for whoever compares with it."""
+    """Launches once, and caches the result for the tests that compare with it."""
     done = launch_script(
         SCRIPT.replace("DROPOUT", str(dropout)), workers=workers, strategy=strategy, **options
     )

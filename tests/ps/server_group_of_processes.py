@@ -1,4 +1,4 @@
-"""Servers as processes, with whoever a test wants as their coordinator and clients."""
+"""Servers as processes, with a test's own coordinator and clients."""
 
 from __future__ import annotations
 

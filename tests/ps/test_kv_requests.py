@@ -1,4 +1,4 @@
-"""Pushes of `shoal.ps` count exactly once and in their order, pulls see those before them, whoever dies."""
+"""Pushes of `shoal.ps` count exactly once and in their order, pulls see those before them, under deaths of workers and servers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Events of a process that are worth a line in events.jsonl: a sample skipped, a file read from its copy.
 
-Whoever notices one emits it here and goes on. In a launched job the sink sends
+A component that notices one emits it here and continues. In a launched job the sink sends
 it to the supervisor; a plain process keeps the newest in `emitted`.
 """
 

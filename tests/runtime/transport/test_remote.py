@@ -1,4 +1,4 @@
-"""Links to a server on another host: the same messages as on one host, and whoever has no certificate is refused."""
+"""Links to a server on another host: the same messages as on one host, and a peer without certificate is refused."""
 
 from __future__ import annotations
 

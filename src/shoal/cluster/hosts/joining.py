@@ -641,7 +641,7 @@ def _converse(
         answer.mac, _mac(key, b"head", bound, msgspec.structs.replace(answer, mac=bytes(32)))
     ):
         raise HostNotAdmitted(
-            "whoever answers there does not have the join key: it is not the head of this job"
+            "the process that answers there does not have the join key: it is not the head of this job"
         )
     mark = run_dir_mark(answer.run_dir)
     launches, alive = run_copy.history(run_dir, answer.job, answer.launches)

@@ -187,7 +187,7 @@ def open_cluster(
             note(f"join key: {key}")
     if config.plaintext:
         note(
-            "--plaintext: what the hosts exchange is not encrypted; whoever is on that network can read and change it"
+            "--plaintext: traffic between hosts is not encrypted; anyone on that network can read and change it"
         )
     return Cluster(
         config=config,

@@ -87,7 +87,7 @@ def listen(host: str = LOOPBACK, port: int | None = None, *, option: str = "--po
         found = listener.getsockname()[1]
         note = f"port {first} is in use, so the dashboard has {found}. " if first not in (0, found) else ""
         if not _is_loopback(host):
-            note += f"The dashboard listens on {host}, over HTTP without encryption: whoever reads along has its token. "
+            note += f"The dashboard listens on {host}, over HTTP without encryption: anyone who can read the traffic has its token. "
         return Address(listener, host, found, secrets.token_urlsafe(24), note.strip())
     raise ConfigError(
         f"the dashboard cannot listen on {host}: {error.strerror or error if error else 'no port'} (ports {first} to "

@@ -411,7 +411,7 @@ class CoordinatorLine:
         return key.data is self
 
     def tell(self, message: Message) -> None:
-        """Say it as soon as there is somebody to hear it."""
+        """Report it as soon as the coordinator is connected."""
         if self._sock is None:
             self._untold.append(message)
             return
