@@ -64,7 +64,8 @@ _BUFFER_BYTES = 64 << 10
 _NUM_OFFERED = 1024  # parts of one write (IOV_MAX)
 _BIG_BYTES = 32 << 10
 _SEND_BYTES = _DECRYPT_BYTES = 1 << 20  # at one look: one connection does not keep all others waiting
-_RECEIVE_BYTES = 8 << 20  # more than a socket holds: what arrives while it is copied is taken too, without a wake-up
+# More than a socket holds: what arrives while it is copied is taken too, without a wake-up.
+_RECEIVE_BYTES = 8 << 20
 _CUT, _CLOEXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)  # as enums they cost microseconds
 
 REQUESTS = FrameLimits(num_frames=1 + MAX_FRAMES, frames_bytes=REQUEST_BYTES + _TABLE_BYTES)
