@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import select
@@ -18,15 +19,25 @@ from fuzzing import num_frames, packets
 
 from shoal.cluster.coordinator.process import Coordinator
 from shoal.cluster.coordinator.state import CoordinationConfig
-from shoal.cluster.hosts import joining
+from shoal.cluster.hosts import joining, remote_host
 from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.hosts.files import FileService
 from shoal.cluster.hosts.joining import Door, JobFacts
+from shoal.cluster.hosts.remote_host import RemoteHost
+from shoal.config.liveness import LivenessConfig
 from shoal.errors import ConfigError, WireError
 from shoal.runtime.transport import tls, unix
 from shoal.runtime.transport.framing import encode, read_message, send_message
 from shoal.runtime.transport.messages import MESSAGES, client_server, hosts
 from shoal.runtime.transport.messages.client_server import Hello, Welcome
+from shoal.runtime.transport.messages.hosts import (
+    AgentListens,
+    AgentStart,
+    ChildOutput,
+    ChildStatus,
+    Heartbeat,
+)
+from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.worker_coordinator import AskServers, Join, Joined, StoreNumKeys
 from shoal.runtime.transport.shared_client import Link
 from shoal.runtime.transport.shared_server import Listener, Request
@@ -219,6 +230,65 @@ class JoinPort(Endpoint):
         self.door.close()
 
 
+class AgentLine(_Threaded):
+    """The head's end of a host agent: a host that has joined and gone bad."""
+
+    member, role, kinds = "host-1", "head", OF_HOSTS
+    first = b"".join(encode(AgentListens("10.0.0.2", {0: 4242})))
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.heads = self.authority.issue("head")
+        self.hosts: list[RemoteHost] = []
+        self.pipes: list[tuple[int, int]] = []
+        self.thread.start()
+
+    def serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.wake, selectors.EVENT_READ)
+            selector.register(self.listener, selectors.EVENT_READ)
+            while True:
+                for key, mask in selector.select(0.2):
+                    if key.fileobj is self.wake:
+                        self._lose()
+                        self.listener.close()
+                        return
+                    if key.fileobj is self.listener:
+                        self._take_in(selector)
+                    else:
+                        key.data.attend(mask)
+                for host in self.hosts:
+                    host.tick()
+                    host.exits()
+
+    def _take_in(self, selector: selectors.BaseSelector) -> None:
+        self._lose()
+        stream = self.heads.accept(self.listener)
+        stream.settimeout(10.0)
+        with contextlib.suppress(OSError, WireError):
+            stream.do_handshake()
+            options: dict[str, Any] = {"liveness": LivenessConfig(), "selector": selector}
+            host = RemoteHost(1, 0, stream, address="10.0.0.2", servers=[0], **options)  # type: ignore[arg-type]
+            self.hosts.append(host)
+            self.pipes.append(os.pipe())
+            fds = {"stdout": self.pipes[-1][1], "status": self.pipes[-1][1]}
+            host.fork("worker", title="worker", spec=b"", fds=fds)
+
+    def _lose(self) -> None:
+        """One agent at a time; nobody reads what its children print."""
+        while self.hosts:
+            self.hosts.pop().lose("another one came")
+            for fd in self.pipes.pop():
+                os.close(fd)
+
+    def converse(self) -> None:
+        with self.connect() as sock:
+            sock.sendall(self.first)
+            assert isinstance(read_message(sock, timeout_s=10.0)[0], AgentStart)
+            sock.sendall(b"".join(encode(Heartbeat())))
+            assert wait_until(lambda: bool(self.hosts) and self.hosts[0].is_ready, 10.0)
+
+
 def _without_certificate(where: tuple[str, int]) -> socket.socket:
     context = joining.ssl.SSLContext(joining.ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, joining.ssl.CERT_NONE
@@ -232,6 +302,9 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     made.close()
 
 
+@pytest.mark.parametrize(
+    "endpoint", [ServerEndpoint, CoordinatorEndpoint, JoinPort, AgentLine], indirect=True
+)
 def test_an_endpoint_between_hosts_outlives_hostile_frames(endpoint: Endpoint) -> None:
     rng, sock = random.Random(7), None
     for packet in packets(NUM_FRAMES, seed=7, kinds=endpoint.kinds, table=endpoint.has_table):
@@ -263,6 +336,36 @@ def test_who_asks_the_coordinator_to_wait_for_decades_does_not_end_it(tmp_path: 
             read_message(sock, timeout_s=10.0)
             send_message(sock, AskServers(0, 1e9))
             endpoint.converse()
+    finally:
+        endpoint.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        AgentListens("10.0.0.2", {}),
+        AgentListens("10.0.0.2", {0: 4242, 1: 4243}),
+        AgentListens("10.0.0.2", {0: 1 << 16}),
+        AgentListens("10.0.0.2/../../", {0: 4242}),
+        AgentStart(1.0, 3.0, [0]),
+        ChildOutput(1, "stdout", bytes(600 << 10)),
+        ChildStatus(1, bytes(3 << 20)),
+    ],
+    ids=lambda said: type(said).__name__,
+)
+def test_a_host_that_says_what_no_agent_says_is_lost_and_takes_nothing_with_it(
+    said: Message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_host, "_serials", itertools.repeat(1))  # as if it knew its children's
+    endpoint = AgentLine(tmp_path)
+    try:
+        with endpoint.connect() as sock:
+            read_message(sock, timeout_s=10.0)
+            for _ in range(8):  # more output than it may send before any is taken
+                with contextlib.suppress(OSError):
+                    sock.sendall(b"".join(encode(said)))
+            assert wait_until(lambda: any("broke" in host.lost for host in endpoint.hosts), 10.0)
+        endpoint.converse()
     finally:
         endpoint.close()
 

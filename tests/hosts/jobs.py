@@ -34,6 +34,8 @@ class HostsJob:
         self.cluster, self.folder = cluster, folder
         self.cwd = DISK if own_disks else folder
         self.head_number = 0
+        self.env: dict[str, str] = {"SHOAL_JOIN_KEY": KEY}
+        """Of every command of the job."""
         self._zygote, self._script = zygote, script
         self._started: list[Started] = []
         self.head: Started
@@ -46,11 +48,15 @@ class HostsJob:
         options: Sequence[str] = (),
         joining: Sequence[int] | None = None,
         join_options: Sequence[str] = (),
+        is_named: bool = False,
     ) -> HostsJob:
-        """Start the head, and an agent on every other host, or on those that are `joining`."""
+        """Start the head, and an agent on every other host, or on those that are `joining`.
+
+        `is_named`: the options say which hosts there are.
+        """
         address = self.cluster[0].address
         given = ["-n", str(workers)]
-        if len(self.cluster) > 1:
+        if len(self.cluster) > 1 and not is_named:
             given += ["--hosts", str(len(self.cluster)), "--bind", f"{address}:{PORT}"]
         where = ["--run-dir", str(self.cwd / "runs"), "--name", "job"]
         self.head = self._run(0, ["run", *given, *where, *options, str(self._script), *args])
@@ -94,7 +100,7 @@ class HostsJob:
             args,
             cwd=self.cwd,
             output=self.folder / (output or f"host-{number}.out"),
-            env={**os.environ, "SHOAL_JOIN_KEY": KEY},
+            env={**os.environ, **self.env},
         )
         self._started.append(started)
         return started

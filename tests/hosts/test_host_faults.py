@@ -239,16 +239,20 @@ def test_a_job_without_a_host_for_its_workers_ends_and_names_them(gated: Start) 
     run.assert_nothing_left()
 
 
-def test_hosts_that_never_come_are_named_and_the_others_let_go(
+def test_hosts_that_never_come_or_vanish_during_the_start_are_named_and_the_others_let_go(
     start_cluster: Callable[[int], Cluster], zygote: Zygote, shared_folder: Path
 ) -> None:
-    job = HostsJob(start_cluster(3), zygote, shared_folder, SCRIPT)
+    job = HostsJob(start_cluster(4), zygote, shared_folder, SCRIPT)
     with contextlib.closing(job):
-        job.start(3, str(shared_folder), options=("--join-timeout", "5"), joining=[1])
+        job.start(4, str(shared_folder), options=("--join-timeout", "12"), joining=[1, 2])
+        job.cluster[2].kill()
         assert job.wait() == 3
         told = " ".join(job.output().split())
-        assert "5.0 s" in told
-        assert "host 2" in told
+        assert "12.0 s" in told
+        missing = told.partition("12.0 s")[2]
+        assert "host 2" in missing, told
+        assert "host 3" in missing, told
+        assert "host 1" not in missing, told
         assert job.agents[1].wait() == 3
         assert job.processes() == []
 

@@ -97,8 +97,8 @@ class Zygote:
         command = {"init": init, "args": list(args), "cwd": str(cwd), "env": dict(env)}
         with open(output, "ab") as file, theirs:
             socket.send_fds(self._line, [json.dumps(command).encode()], [file.fileno(), theirs.fileno()])
-        if not select.select([ours], [], [], 120.0)[0]:
-            raise TimeoutError("the zygote has not imported torch within 120 s")
+        if not select.select([ours], [], [], 300.0)[0]:
+            raise TimeoutError("the zygote has not imported torch within 300 s")
         return Started(args, int(ours.recv(100)), ours)
 
     def close(self) -> None:

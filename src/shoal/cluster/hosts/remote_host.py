@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import selectors
 import signal
 import time
@@ -51,6 +52,14 @@ MAX_UNSENT_BYTES = 64 << 20
 LAST_OUTPUT_BYTES = 1 << 20
 """Of a pipe of a lost host's child, for what has arrived: more than an agent may send before it is passed on."""
 
+STATUS_BYTES = 16 << 20
+"""The same for status packets, which are not counted by the agent: the supervisor reads them in every turn."""
+
+READS_PER_TURN = 64
+"""Of one agent's stream, so that one that never falls silent does not keep the supervisor from the others."""
+
+_ADDRESS = re.compile(r"[0-9A-Za-z:][0-9A-Za-z.:%_-]{0,252}")
+
 _serials = itertools.count(1 << 32)
 """Numbers of remote children, in place of pids: larger than any pid, and unique over all hosts."""
 
@@ -60,6 +69,7 @@ class _RemoteChild:
     serial: int
     fds: dict[str, int]  # name -> our copy of the descriptor that a local child would have
     unwritten: dict[str, deque[bytes]] = field(default_factory=dict)
+    unwritten_bytes: dict[str, int] = field(default_factory=dict)
     tell_pid: Callable[[int | None], None] | None = None  # until it was told
     ended: int | None = None  # its exit code, once all its output is passed on
 
@@ -85,6 +95,7 @@ class RemoteHost:
         self._ending = ""  # why it was told to end
         self.stopped: frozenset[int] = frozenset()
         self._stream, self._liveness, self._selector = stream, liveness, selector
+        self._servers = sorted(servers)
         self._children: dict[int, _RemoteChild] = {}
         self._exits: deque[ChildExited] = deque()
         self._decoder = Decoder()
@@ -164,7 +175,10 @@ class RemoteHost:
         if self.lost or not mask & selectors.EVENT_READ:
             return
         try:
-            while not self.lost:
+            num_reads = 0
+            # Of what is decrypted already no selector tells.
+            while not self.lost and (num_reads < READS_PER_TURN or self._stream.pending()):
+                num_reads += 1
                 data = self._stream.recv(256 << 10)
                 if not data:
                     self.lose(self._ending or "its agent hung up")
@@ -223,7 +237,7 @@ class RemoteHost:
             case AgentLeaves(signum):
                 self.leaves = signum
             case AgentListens(address, ports):
-                self.address, self.ports = address, dict(ports)
+                self._listens(address, ports)
             case ChildForked(serial, pid):
                 if (child := self._children.get(serial)) is not None:
                     _tell_pid(child, pid)
@@ -246,9 +260,24 @@ class RemoteHost:
                 raise WireError(f"an agent said {type(message).__name__}")
         self._flush_outputs()
 
+    def _listens(self, address: str, ports: Mapping[int, int]) -> None:
+        """What it says is part of addresses that other hosts connect to, and every server has to be in it."""
+        if self.ports is not None:
+            raise WireError("an agent said twice where it listens")
+        if not _ADDRESS.fullmatch(address):
+            raise WireError(f"an agent listens at {address[:60]!r}, which is no address")
+        if sorted(ports) != self._servers or not all(0 < port < 1 << 16 for port in ports.values()):
+            raise WireError("an agent listens for other servers than it was told, or at no port")
+        self.address, self.ports = address, dict(ports)
+
     def _output(self, child: _RemoteChild, name: str, data: bytes) -> None:
-        if name in child.fds:
-            child.unwritten.setdefault(name, deque()).append(data)
+        if name not in child.fds:
+            return
+        waiting = child.unwritten_bytes.get(name, 0) + len(data)
+        if waiting > (STATUS_BYTES if name == "status" else LAST_OUTPUT_BYTES):
+            raise WireError(f"an agent sent {waiting:,} bytes of {name} before any of it was taken")
+        child.unwritten_bytes[name] = waiting
+        child.unwritten.setdefault(name, deque()).append(data)
 
     def _flush_outputs(self) -> None:
         """Write what the supervisor's own pipes take; a child is gone when all it said has been passed on."""
@@ -261,6 +290,7 @@ class RemoteHost:
                         break
                     except OSError:  # nobody reads it any more
                         count = len(waiting[0])
+                    child.unwritten_bytes[name] -= len(waiting[0]) if name == "status" else count
                     if name == "status" or count == len(waiting[0]):
                         waiting.popleft()
                     else:

@@ -47,6 +47,7 @@ from shoal.config.faults import Faults, Injector
 from shoal.errors import ClusterError, ConfigError, ShoalError
 from shoal.runtime import scratch
 from shoal.runtime.events import LOOP_SAVES, OWN_LOOP, OWN_PROCESS_GROUP, RESULTS_LET_GO
+from shoal.runtime.signal_names import signal_name
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.supervisor import (
@@ -485,7 +486,7 @@ class Supervisor:
 
     def _let_leave(self, number: int, signum: int) -> None:
         """Let a host leave whose agent was asked to; where it cannot be drained it ends, and counts as lost."""
-        signalled = f"its agent was stopped by {signal.Signals(signum).name}"
+        signalled = f"its agent was stopped by {signal_name(signum)}"
         try:
             self._refuse_resize()
             resize = self._elastic.without(number)

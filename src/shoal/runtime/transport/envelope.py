@@ -63,7 +63,9 @@ _TABLE_BYTES = _HEAD.size + 16 * MAX_NEW_SEGMENTS + 24 * 2 * MAX_FRAMES
 _BUFFER_BYTES = 64 << 10
 _NUM_OFFERED = 1024  # parts of one write (IOV_MAX)
 _BIG_BYTES = 32 << 10
-_RECEIVE_BYTES = _SEND_BYTES = 1 << 20  # at one look: one connection does not keep all others waiting
+_SEND_BYTES = _DECRYPT_BYTES = 1 << 20  # at one look: one connection does not keep all others waiting
+# More than a socket holds: what arrives while it is copied is taken too, without a wake-up.
+_RECEIVE_BYTES = 8 << 20
 _CUT, _CLOEXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)  # as enums they cost microseconds
 
 REQUESTS = FrameLimits(num_frames=1 + MAX_FRAMES, frames_bytes=REQUEST_BYTES + _TABLE_BYTES)
@@ -225,7 +227,7 @@ class Intake:
             if self.awaits_stripes:
                 raise BlockingIOError
         else:
-            received = self._receive(sock, _RECEIVE_BYTES)
+            received = self._receive(sock, _DECRYPT_BYTES if isinstance(sock, TlsStream) else _RECEIVE_BYTES)
         if isinstance(sock, TlsStream):
             # Of what is decrypted already no selector tells.
             while not self.awaits_stripes and (pending := sock.pending()):
