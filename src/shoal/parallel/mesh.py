@@ -87,7 +87,7 @@ class MeshParallel(Ddp):
         assert axes is not None
         self._axes = strategies.fill_axes(axes, job.num_workers, job.strategy)
         self._speakers = self._axes.speakers()
-        self._is_cut = False
+        self._is_cut = self._is_compiled = False
         self._view_of_mesh = 0
         self._speaks = job.rank in self._speakers
         self._timeout_s = job.liveness.step_timeout_s
@@ -125,14 +125,10 @@ class MeshParallel(Ddp):
                 f"'{self._axes}' cuts the forward of a model into stages, and a training_step runs what of the model it likes. Nothing was "
                 "trained; give loss= in its place, or use --strategy ddp, fsdp, tp or ps."
             )
-        if job.compile and (self._axes.pp > 1 or self._axes.tp > 1):
-            why = (
-                "pp runs it in stages"
-                if self._axes.pp > 1
-                else "tp runs layers of which each rank has a part, which dynamo cannot follow"
-            )
+        if job.compile and self._axes.pp > 1:
             raise ConfigError(
-                f"compile=True compiles the model as one, and {why}. Nothing was trained; leave compile out, or use --strategy ddp or fsdp."
+                "compile=True compiles the model as one, and pp runs it in stages. Nothing was trained; leave compile out, or use "
+                "--strategy ddp, fsdp or tp."
             )
         if not self._is_cut:
             job.model.to(job.device)
@@ -200,6 +196,9 @@ class MeshParallel(Ddp):
     def _run(self, batch: Slice) -> LossSum:
         if self._group.view != self._view_of_mesh:
             raise self._mesh_is_lost()
+        if self._job.compile and self._axes.tp > 1 and not self._is_compiled:
+            self._compute.try_compiled(batch, str(self._axes))
+            self._is_compiled = True
         if self._pipeline is None or self._ties is None:
             return super()._run(batch)
         if self._ranks is not None:

@@ -109,6 +109,12 @@ class OwnGradients:
             elif number not in self._contributed:
                 parameter.grad = None
 
+    def drop_borrowed(self) -> None:
+        """Leave no gradient, not even zeros, where no sample of this rank's own reached: its optimizer would step on."""
+        for number, (_, parameter) in enumerate(self._watched):
+            if number not in self._contributed:
+                parameter.grad = None
+
     def forget(self) -> None:
         """The step is committed."""
         self._clear()
