@@ -30,6 +30,11 @@ def resting() -> Iterator[None]:
         _rests = before
 
 
+def rests() -> bool:
+    """Whether what runs now is none of a loop's."""
+    return _rests
+
+
 class OwnGradients:
     """Watches `.grad` of a model's parameters.
 

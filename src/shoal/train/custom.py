@@ -46,6 +46,7 @@ from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import (
     AcceptsGradients,
     ControlFlags,
+    HoldsStages,
     Leased,
     PeriodicSync,
     Strategy,
@@ -63,6 +64,7 @@ from shoal.train.calls import (
     batches_of,
     described,
     device_of,
+    first_inputs,
     next_number,
     refuse_hooks,
 )
@@ -365,7 +367,7 @@ class CustomLoop:
     def _stepping(self) -> AcceptsGradients:
         return self.strategy  # type: ignore[return-value]  # the strategies there are can all do it
 
-    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> None:
         """Hand model and optimizer to the strategy and make `optimizer.step` its commit."""
         if self.job.batchnorm == "sync" and len(self.job.batch_ranks) > 1:
             raise ConfigError(
@@ -385,7 +387,8 @@ class CustomLoop:
             extend_torch(_sum_gradients_of, _owners_of_gradients)
         fingerprint_at_end(model)
         refuse_hooks(self.job, model)
-        is_cut = strategies.parse(self.job.strategy).base == "mesh"
+        axes = strategies.parse(self.job.strategy).axes
+        is_cut, in_stages = axes is not None, axes is not None and axes.pp != 1
         self.strategy.prepare(
             TrainJob(
                 model=model,
@@ -396,6 +399,7 @@ class CustomLoop:
                 number=self.number,
                 is_own_loop=True,
                 checkpoint_activations=self.job.checkpoint_activations,
+                first_inputs=first_inputs(batches, self.job.num_data_ranks) if in_stages else None,
                 control=self._control,
             )
         )
@@ -558,7 +562,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     if loop is None:
         loop = CustomLoop()
         call = Call(number, loop.strategy.replay_log)
-        loop.take(model, optimizer)
+        loop.take(model, optimizer, batches)
         script.loops.append(loop)
         script.recovery.models.append(model)
         script.recovery.optimizers.append(optimizer)
@@ -746,6 +750,9 @@ def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> Non
                 tensor if owner is None or owner.grad is None else owner.grad
                 for tensor, owner in zip(given, owners, strict=True)
             ]
+            whole = _norm_over_stages(owners)
+            if whole is not None:
+                return torch.tensor(whole, dtype=now[0].dtype, device=now[0].device)
             return _of_parts(function, now, now, *args, **kwargs)
 
         return total
@@ -768,6 +775,15 @@ def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> Non
         unscale(scaler, optimizer)
 
     torch.amp.GradScaler.unscale_ = unscale_sums  # type: ignore[method-assign, assignment]
+
+
+def _norm_over_stages(owners: Iterable[Tensor | None]) -> float | None:
+    """Of a model in stages: each rank has the gradients of its own. Collective."""
+    known = {id(owner) for owner in owners if owner is not None}
+    for loop in script.loops:
+        if isinstance(loop.strategy, HoldsStages) and any(id(p) in known for p in loop.model.parameters()):
+            return loop.strategy.norm_over_stages()
+    return None
 
 
 def _of_parts(
