@@ -21,7 +21,8 @@ _one_process: dict[str, torch.Tensor] = {}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "workers"), [("fsdp", 3), ("tp", 3), *matrix_only(("fsdp", 2), ("tp", 2))]
+    ("strategy", "workers"),
+    [("fsdp", 3), ("tp", 3), ("pp", 2), *matrix_only(("fsdp", 2), ("tp", 2), ("pp", 3), ("dp=2,pp=2", 4))],
 )
 def test_a_loop_over_a_cut_model_trains_the_weights_of_one_process(
     launch_script: Launch, tmp_path: Path, strategy: str, workers: int
@@ -67,10 +68,11 @@ def test_a_loop_is_refused_by_name_where_its_forward_cannot_be_cut(launch_script
         optimizer.step()
     """
     for strategy, said in (
-        ("pp", "forward and backward in an order of its own"),
+        ("tp=2,pp=2", "cuts the layers of each stage"),
         ("fsdp", "the loop calls the layer '0' of the model by itself"),
-        ("ps:async", "whole batches of its own"),
     ):
-        done = launch_script(script, workers=2, strategy=strategy, name=strategy.replace(":", "-"))
+        done = launch_script(
+            script, workers=4 if "," in strategy else 2, strategy=strategy, name=strategy[:2]
+        )
         assert done.exit_code == 2
         assert said in str(done.error)

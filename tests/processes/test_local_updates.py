@@ -345,9 +345,32 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(
 
 
 OWN_LOOP = """
-import torch, shoal
-model = torch.nn.Linear(2, 1)
-shoal.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Dataset.from_arrays(torch.zeros(8, 2)).batch(4))
+import json, sys, torch, shoal
+from torch import nn
+how = sys.argv[1]
+x = torch.randn(97, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+y = (x[:, 0] > x[:, 1] * x[:, 2]).long()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 2)).double()
+data = shoal.Dataset.from_arrays((x, y)).shuffle(seed=0).batch(16)
+model, optimizer, data = shoal.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), data)
+batches = iter(data) if how == "iterator" else data
+saved = 0
+for epoch in range(3 if how == "break" else 2):
+    for at, (features, label) in enumerate(batches):
+        if how == "break" and epoch == 2:
+            break  # a batch was taken, and nothing trained
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(features), label).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        if how == "raise" and shoal.rank() == 1 and at == 4:
+            raise KeyError("of the script")
+        optimizer.step()
+        saved += shoal.checkpoint(every=2, epoch=epoch) is not None
+        if how == "break" and epoch == 1 and at == 6:
+            break
+weights = {name: value.tolist() for name, value in model.state_dict().items()}
+print("result", json.dumps({"weights": weights, "saved": saved}), file=sys.stdout if shoal.rank() == 0 else sys.stderr)
 """
 REFUSED = """
 import sys, torch, shoal
@@ -369,7 +392,7 @@ trainer.fit(shoal.Dataset.from_arrays((torch.ones(8, 2), torch.full((8, 1), 1e3)
 @pytest.mark.parametrize(
     ("source", "how", "exit_code", "says"),
     [
-        (OWN_LOOP, "", 2, "does not say where it ends"),
+        (OWN_LOOP, "iterator", 2, "a batch is taken outside of a `for` over the data. Nothing was trained"),
         (REFUSED, "plateau", 2, "use scheduler_every='epoch'"),
         (REFUSED, "saves", 2, "call trainer.wish_checkpoint() instead"),
         (REFUSED, "spoilt", 3, "are not finite at step 1 ('weight' first)"),
@@ -381,3 +404,17 @@ def test_what_workers_apart_cannot_do_is_refused_by_name(
     refused = launch_script(source, workers=2, sync_every=1 if how == "spoilt" else 4, args=(how,))
     assert refused.exit_code == exit_code
     assert says in str(refused.error)
+
+
+def test_a_loop_of_ones_own_is_that_of_the_trainer_however_it_ends(launch_script: Launch) -> None:
+    weights, _ = by_hand(3, 3, clip_norm=0.3)
+    for how in ("to the end", "break"):
+        done = launch_script(OWN_LOOP, workers=3, sync_every=3, args=(how,))
+        mine = result(done)
+        assert largest_difference(mine["weights"], weights) < 1e-12
+        others = [line.partition("result ")[2] for line in done.stderr.splitlines() if "result " in line]
+        assert [json.loads(other) for other in others] == [mine] * 2
+        assert mine["saved"] == 4  # after steps 3, 6, 10 and 13, where workers met
+    failed = launch_script(OWN_LOOP, workers=3, sync_every=3, args=("raise",), step_timeout_s=20.0)
+    assert failed.exit_code == 1  # and no worker waits for the one that is gone
+    assert "of the script" in str(failed.error)

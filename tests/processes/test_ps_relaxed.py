@@ -16,6 +16,7 @@ import pytest
 from launched import Launched
 
 from shoal import Faults
+from shoal.observe import runs
 from whole_matrix import matrix_only
 
 SCRIPT = Path(__file__).parent / "scripts" / "ps_counting.py"
@@ -250,3 +251,80 @@ def test_a_step_that_is_left_out_leaves_the_running_statistics_alone(launch_scri
     assert launched.exit_code == 0, f"{launched.error}\n{launched.stderr}"
     (mean,) = [line.split()[-1] for line in launched.stdout.splitlines() if " mean " in f" {line} "]
     assert float(mean) < 1.0
+
+
+OWN_LOOP = """
+import json, sys, torch, shoal
+from torch import nn
+from pathlib import Path
+out, how = Path(sys.argv[1]), sys.argv[2]
+torch.manual_seed(0)
+x = torch.arange(96)
+y = (x % 7 == 0).float()[:, None]
+table = shoal.nn.HashEmbedding(4, optimizer=shoal.nn.SGD(0.5)) if how == "rows" else nn.Embedding(96, 4)
+model = nn.Sequential(table, nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, data = shoal.setup(model, optimizer, shoal.Dataset.from_arrays((x, y)).shuffle(seed=1).batch(4))
+start = shoal.resume(epoch=0)
+seen = []
+for epoch in range(start.epoch, 3):
+    mine = torch.zeros(96)
+    for at, (keys, label) in enumerate(data):
+        mine[keys] += 1
+        loss = nn.functional.binary_cross_entropy_with_logits(model(keys), label)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        shoal.log(loss=loss)
+        if how == "accumulates" and not at % 2:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        shoal.checkpoint(every=1, epoch=epoch)  # of workers that are apart: nothing is written here
+        if how == "sums":
+            shoal.reduce(1.0)
+    seen.append(shoal.reduce(mine).tolist())
+    shoal.checkpoint(every=1, epoch=epoch + 1)
+weights = {name: value.tolist() for name, value in model.state_dict().items()}
+(out / f"{shoal.rank()}.json").write_text(json.dumps({"seen": seen, "weights": weights, "start": start.epoch}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "faults"), [("ps:async", None), ("ps:ssp=2", Faults().kill("worker-1", at_step=9))]
+)
+def test_a_loop_of_ones_own_trains_each_batch_on_one_worker(
+    launch_script: Launch, tmp_path: Path, strategy: str, faults: Faults | None
+) -> None:
+    done = launch_script(
+        OWN_LOOP, workers=2, servers=1, strategy=strategy, args=(str(tmp_path), ""), faults=faults
+    )
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    # A worker that dies takes all back to the checkpoint between two epochs, or to the beginning.
+    assert first["start"] == 0 if faults is None else first["start"] in (0, 1, 2)
+    # At an epoch's end a batch may be handed to both: it counts once, for whoever is first.
+    assert [min(epoch) for epoch in first["seen"]] == [1.0] * (3 - first["start"])
+    if faults is None:
+        epochs = runs.read_ledger(done.run_dir, is_alive=False)["epochs"]
+        assert [(epoch["trained"], epoch["is_exact"]) for epoch in epochs] == [(96, True)] * 3
+    steps = [json.loads(line)["step"] for line in (done.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
+    assert 24 < steps[-1] <= 72  # updates of all workers, of which rank 0 writes down its own
+    assert (done.run_dir / "checkpoints" / "step-000000072").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how", "says"),
+    [
+        ("ps:async", "accumulates", "each batch is pushed as one update"),
+        ("ps:async", "sums", "each takes as many batches as it can"),
+        ("ps:hybrid", "", "a loop of the script's own shows it none. Nothing was trained"),
+    ],
+)
+def test_a_loop_that_workers_apart_cannot_run_is_refused_by_name(
+    launch_script: Launch, tmp_path: Path, strategy: str, how: str, says: str
+) -> None:
+    done = launch_script(OWN_LOOP, workers=2, servers=1, strategy=strategy, args=(str(tmp_path), how))
+    assert done.exit_code == 2, f"{done.error}\n{done.stderr}"
+    assert says in str(done.error)

@@ -479,16 +479,6 @@ def _check_local_sgd(options: ParallelOptions, strategy: str) -> None:
         )
 
 
-def refuse_own_loop(sync_every: int | None) -> None:
-    """Refuse --sync-every for a custom loop: nobody would tell when its workers have to sync for the last time."""
-    if sync_every is not None:
-        raise ConfigError(
-            f"--sync-every {sync_every} has workers train apart and meet now and then, and a loop of the script's own (shoal.setup) "
-            "does not say where it ends: its workers would stay apart. Nothing was trained; use shoal.Trainer, or leave "
-            "--sync-every out."
-        )
-
-
 def refuse_plateau_of_steps(sync_every: int | None) -> None:
     """Refuse a schedule that follows the loss of every step: it would differ from worker to worker."""
     if sync_every is not None:

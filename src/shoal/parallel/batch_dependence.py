@@ -61,6 +61,11 @@ def mixing_layers(model: nn.Module) -> list[MixingLayer]:
     return found
 
 
+def draws_numbers(model: nn.Module) -> bool:
+    """Whether a layer draws random numbers in training."""
+    return any(map(_draws, model.modules()))
+
+
 def describe_mixing(layers: list[MixingLayer], *, sync_every: int | None = None) -> Iterator[str]:
     """A line for each kind of mixing, naming the first layers."""
     when = "at every step" if sync_every is None else "with the models"

@@ -11,6 +11,7 @@ import contextlib
 import fnmatch
 import functools
 import inspect
+import math
 import random
 import sys
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +33,7 @@ from shoal.data.tree import Tree, concatenate, map_tensors, tensors
 from shoal.embedding.hash_embedding import HashEmbedding
 from shoal.errors import ConfigError, ForwardMixesSamples, LossDoesNotRecombine, TrainingError
 from shoal.parallel import gathering, own_gradients
-from shoal.parallel.batch_dependence import THE_MODEL, mixing_layers, note_mixing
+from shoal.parallel.batch_dependence import THE_MODEL, draws_numbers, mixing_layers, note_mixing
 from shoal.parallel.protocol import LossSum, TrainJob
 from shoal.parallel.sample_mixing import can_be_tried, refuse_mixed_samples, unchanged
 from shoal.runtime.seeds import mix
@@ -320,7 +322,7 @@ class Compute:
                     explain_batch_of_one(error, piece)
                     raise
                 if self._tells_graphs:
-                    self._tell_graphs(rank)
+                    self._tell_graphs()
                 num_samples = max(piece.num_local, 1)
                 total, piece_count = job.loss(output, target, num_samples, piece.num_global, weight)
             self.gathers = gathered.is_used
@@ -426,14 +428,45 @@ class Compute:
                 output, split_target(placed)[1], max(batch.num_local, 1), batch.num_global, weight_of(placed)
             )
 
-    def _tell_graphs(self, rank: int) -> None:
+    def try_compiled(self, batch: Slice, strategy: str) -> None:
+        """Refuse a compiled model that does not compute what the uncompiled one does, on this batch. Collective on a mesh.
+
+        Of layers of which each rank has a part, torch's rules for what dynamo traces are not those that run one by one.
+        """
+        job, call = self._job, self._call
+        job.model.train()
+        inputs = self._split(self._placed(batch.batch))[0]
+        trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+        with _on_trial(job, ()) as is_still, autocast(job):
+            with torch.compiler.set_stance("force_eager"):
+                wanted = outputs_and_gradients(call, inputs, trained)
+            if draws_numbers(job.model) or not is_still():
+                raise ConfigError(
+                    f"compile=True under '{strategy}' takes models that draw no random numbers: the parts of a compiled layer would drop other "
+                    "values than the whole. Nothing was trained; set dropout to 0, leave compile out, or use --strategy ddp or fsdp."
+                )
+            try:
+                found = outputs_and_gradients(call, inputs, trained)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                raise ConfigError(
+                    f"compile=True: torch cannot compile the model as '{strategy}' cuts it: {str(error).strip().splitlines()[0]} Nothing "
+                    "was trained; leave compile out, or use --strategy ddp or fsdp."
+                ) from None
+        worst = max(map(_distance, wanted, found), default=0.0)
+        if len(wanted) != len(found) or not worst <= _TOLERANCE.get(job.autocast or trained[0].dtype, 1e-2):
+            raise ConfigError(
+                f"compile=True: compiled as '{strategy}' cuts it, the model computes something else than before on the first batch (outputs "
+                f"or gradients differ by {worst:.1g} of their size). Nothing was trained; leave compile out, or use --strategy ddp or fsdp."
+            )
+
+    def _tell_graphs(self) -> None:
         """A model may be compiled whole, in parts, or not at all: only the first forward shows it."""
         from torch._dynamo.utils import counters
 
         self._tells_graphs = False
         name, graphs = type(self._job.model).__name__.removeprefix("FSDP"), counters["stats"]["unique_graphs"]
         said = f"{name} runs as {graphs} compiled graph{'s' if graphs > 1 else ''}"
-        if rank == 0:
+        if jobs.rank() == 0:
             said = said if graphs else f"nothing of {name} could be compiled"
             print(f"note: compile: {said}", file=sys.stderr, flush=True)
 
@@ -543,6 +576,30 @@ def _no_trial() -> Callable[..., None]:
 
 def _nothing(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     return None
+
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Between a compiled model and the same uncompiled; of others 1e-2."""
+
+
+def outputs_and_gradients(
+    call: Callable[[Tree], Any], inputs: Tree, trained: Sequence[nn.Parameter]
+) -> list[Tensor]:
+    """What a model gives for these inputs, and the gradients of its outputs' squares; this rank's parts of them."""
+    with torch.enable_grad():
+        outputs = [each for each in tensors(call(inputs)) if each.is_floating_point()]
+        squares = torch.stack([each.double().square().mean() for each in outputs if each.requires_grad]).sum()
+        gradients = torch.autograd.grad(squares, trained, allow_unused=True)
+    found = [*outputs, *(each for each in gradients if each is not None)]
+    return [each.to_local() if isinstance(each, DTensor) else each.detach() for each in found]
+
+
+def _distance(wanted: Tensor, found: Tensor) -> float:
+    """Largest difference, in parts of the largest number."""
+    if wanted.shape != found.shape:
+        return math.inf
+    size = float(wanted.abs().max()) if wanted.numel() else 0.0
+    return float((wanted - found).abs().max()) / size if size else float(found.any())
 
 
 @contextlib.contextmanager

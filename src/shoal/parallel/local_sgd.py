@@ -233,6 +233,8 @@ class LocalSgd(Ddp):
         self._outer_choice = OUTERS.parse(job.outer)
         self._round = SyncRound()
         self._early_sync: EarlySync
+        self._divisor = 1  # of the gradients that backward left
+        self._is_running = False  # a step of a loop of the user's own
         self._trained: list[nn.Parameter] = []
         self._anchor: list[Tensor] = []
         self._outer: torch.optim.Optimizer | None = None
@@ -261,6 +263,15 @@ class LocalSgd(Ddp):
     # ---- a step, alone --------------------------------------------------------------------------
 
     def forward_backward(self, batch: Slice) -> LossSum:
+        self._begin_step()
+        self._batch, self._divisor = batch, batch.num_global
+        self._mine = self._compute.forward_backward(batch, rank=self._data_rank, step=self.step)
+        if self._job.on_nonfinite == "skip" and not math.isfinite(self._mine.read()):
+            return dataclasses.replace(self._mine, outputs=None)  # left out: nor do metrics count it
+        return self._mine
+
+    def _begin_step(self) -> None:
+        """Keep what a sync starts from, at the first step of a round, and the buffers, at every step."""
         if not self.has_diverged:
             self._exchange.watch_buffers()
             self._save_anchor()
@@ -271,11 +282,6 @@ class LocalSgd(Ddp):
                 last_step=self._sync_every,
             )
         self._exchange.keep_buffers()
-        self._batch = batch
-        self._mine = self._compute.forward_backward(batch, rank=self._data_rank, step=self.step)
-        if self._job.on_nonfinite == "skip" and not math.isfinite(self._mine.read()):
-            return dataclasses.replace(self._mine, outputs=None)  # left out: nor do metrics count it
-        return self._mine
 
     def commit(self) -> StepResult:
         """Step alone; after the last step of a round, meet."""
@@ -290,12 +296,14 @@ class LocalSgd(Ddp):
             control=ControlFlags(),  # those are heard when all meet
         )
         gradients = gradients_of(self._parameters)
-        alone, factor = clip(self._job, decide(vector), gradients, self._batch.num_global)
+        alone, factor = clip(self._job, decide(vector), gradients, self._divisor)
         if alone.applied:
             with recorder.APPLY:
                 scale(gradients, factor)
                 self.optimizer.step()
         drop_gradients(self._parameters)
+        if self._own is not None:
+            self._own.forget()
         if not alone.applied:
             self._exchange.restore_buffers()
             if self._job.on_nonfinite == "raise":
@@ -326,6 +334,28 @@ class LocalSgd(Ddp):
                 self._anchor = [parameter.detach().clone() for parameter in self._trained]
             else:
                 torch._foreach_copy_(self._anchor, [parameter.detach() for parameter in self._trained])
+
+    # ---- a loop of the user's own ------------------------------------------------------------------
+
+    def about_to_run(self) -> None:
+        if not self._is_running:  # else it is another batch of the same step
+            self._is_running = True
+            self._begin_step()
+
+    def weigh(self, batch: Slice) -> None:
+        """A worker's step is by the mean over its own slice; a borrowed sample gives nothing."""
+        assert self._own is not None
+        self._own.weight = 1.0 if batch.num_local else 0.0
+
+    def sum_gradients(self, batch: Slice) -> None:
+        """Between two syncs a worker clips its own gradients, as the Trainer does."""
+
+    def adopt(self, batch: Slice) -> None:
+        assert self._own is not None
+        self._own.drop_borrowed()
+        self._is_running = False
+        self._batch, self._divisor = batch, batch.num_local
+        self._mine = LossSum(torch.zeros(()), float(batch.num_local), None)
 
     # ---- meeting --------------------------------------------------------------------------------
 

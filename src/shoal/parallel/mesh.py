@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,10 @@ from shoal.config import strategy as strategies
 from shoal.config.choices import SCHEDULES
 from shoal.config.job import Job
 from shoal.data.slice import Slice
-from shoal.data.tree import Tree, map_tensors
+from shoal.data.tree import Tree, leaves, map_tensors
 from shoal.errors import ClusterError, ConfigError, PeerLost, TrainingError
 from shoal.parallel import fsdp as fsdp_cut
-from shoal.parallel import parameter_loss
+from shoal.parallel import own_gradients, parameter_loss
 from shoal.parallel.compute import ModelCall, check_loss_in_forward, place, run_again
 from shoal.parallel.ddp import Ddp
 from shoal.parallel.own_forward import OwnForward
@@ -87,7 +88,7 @@ class MeshParallel(Ddp):
         assert axes is not None
         self._axes = strategies.fill_axes(axes, job.num_workers, job.strategy)
         self._speakers = self._axes.speakers()
-        self._is_cut = False
+        self._is_cut = self._is_compiled = False
         self._view_of_mesh = 0
         self._speaks = job.rank in self._speakers
         self._timeout_s = job.liveness.step_timeout_s
@@ -95,6 +96,8 @@ class MeshParallel(Ddp):
         self._pipeline: PipelineRunner | None = None
         self._ownership: pipeline_state.Ownership | None = None
         self._ties: pipeline_state.TiedGradients | None = None
+        self._are_tied = False  # gradients of tied weights, in a loop of the user's own
+        self._own_slice: Slice | None = None
         self._tied_names: dict[str, str] = {}
         self._packing = Packing()
         self._tensor_plan: TensorPlan | None = None
@@ -114,25 +117,20 @@ class MeshParallel(Ddp):
             pipeline_stage.refuse_old_torch()
         if job.build_optimizer is not None:
             self._refuse_rows(job.model)
-        if job.is_own_loop and self._axes.pp > 1:
+        if job.is_own_loop and self._axes.pp > 1 and self._axes.tp > 1:
             raise ConfigError(
-                f"'{self._axes}' runs the stages of a model on micro-batches, forward and backward in an order of its own, and a loop of "
-                "the script's own runs one forward of the whole model after the other. Nothing was trained; use shoal.Trainer, or "
-                "--strategy fsdp, tp or ddp."
+                f"'{self._axes}' cuts the layers of each stage, which a loop of the script's own is not run through. Nothing was trained; "
+                "use shoal.Trainer, or stages alone (pp, dp=2,pp=2), or layers alone (tp, fsdp=2,tp=2)."
             )
         if job.training_step is not None and self._axes.pp > 1:
             raise ConfigError(
                 f"'{self._axes}' cuts the forward of a model into stages, and a training_step runs what of the model it likes. Nothing was "
                 "trained; give loss= in its place, or use --strategy ddp, fsdp, tp or ps."
             )
-        if job.compile and (self._axes.pp > 1 or self._axes.tp > 1):
-            why = (
-                "pp runs it in stages"
-                if self._axes.pp > 1
-                else "tp runs layers of which each rank has a part, which dynamo cannot follow"
-            )
+        if job.compile and self._axes.pp > 1:
             raise ConfigError(
-                f"compile=True compiles the model as one, and {why}. Nothing was trained; leave compile out, or use --strategy ddp or fsdp."
+                "compile=True compiles the model as one, and pp runs it in stages. Nothing was trained; leave compile out, or use "
+                "--strategy ddp, fsdp or tp."
             )
         if not self._is_cut:
             job.model.to(job.device)
@@ -200,11 +198,15 @@ class MeshParallel(Ddp):
     def _run(self, batch: Slice) -> LossSum:
         if self._group.view != self._view_of_mesh:
             raise self._mesh_is_lost()
+        if self._job.compile and self._axes.tp > 1 and not self._is_compiled:
+            self._compute.try_compiled(batch, str(self._axes))
+            self._is_compiled = True
         if self._pipeline is None or self._ties is None:
             return super()._run(batch)
         if self._ranks is not None:
             self._ranks.enter(self._group.view)
-        loss = self._pipeline.forward_backward(batch, rank=self._data_rank, step=self.step)
+        with own_gradients.resting():
+            loss = self._pipeline.forward_backward(batch, rank=self._data_rank, step=self.step)
         self._ties.sum()
         self._contribute(loss, batch.share)
         return loss
@@ -220,6 +222,8 @@ class MeshParallel(Ddp):
 
     def _watch_own_loop(self, model: nn.Module) -> None:
         session.runs_collectives()
+        if self._pipeline is not None:
+            model.forward = self._own_pipelined
         self._own_forward = OwnForward(
             model, str(self._axes), lambda: self._unless_broken("forward", runs_model=True)
         )
@@ -235,12 +239,41 @@ class MeshParallel(Ddp):
                 flush=True,
             )
 
+    def _own_pipelined(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward in a loop of the user's own, through the stages: of the slice taken last."""
+        pipeline, batch = self._pipeline, self._own_slice
+        assert pipeline is not None
+        if batch is None:
+            raise ConfigError(
+                f"the model was called before the first batch was taken from the data that shoal.setup returned, and under '{self._axes}' "
+                "it runs batches of that data alone. Nothing was trained; call it in `for x, y in data:`."
+            )
+        given = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if not given or any(each.dim() == 0 or len(each) != max(batch.num_local, 1) for each in given):
+            raise ConfigError(
+                f"under '{self._axes}' the model runs the batch that was taken last in parts, and it was given tensors of "
+                f"{[tuple(each.shape) for each in given]} where that batch has {batch.num_local} samples. Nothing of this step was updated; "
+                "give it tensors with a row for each sample, or use --strategy fsdp or ddp."
+            )
+        inputs: Any = args[0] if len(args) == 1 and not kwargs else (args or kwargs)
+        # With a target of no meaning, so that a tuple of inputs is not taken for inputs and their target.
+        part = dataclasses.replace(batch, batch=(inputs, torch.zeros(len(given[0]))))
+        if torch.is_grad_enabled() and self._job.model.training:
+            return pipeline.own_forward(part, rank=self._data_rank)
+        return pipeline.forward(part, rank=self._data_rank)
+
+    def norm_over_stages(self) -> float | None:
+        """The norm of the whole gradient, in a loop of the user's own; None where every rank can tell it from its parameters."""
+        norm = self._norm_over_ranks()
+        return norm() if norm is not None else None
+
     def about_to_run(self) -> None:
         if self._group.view != self._view_of_mesh:
             raise self._mesh_is_lost()
         super().about_to_run()
 
     def weigh(self, batch: Slice) -> None:
+        self._own_slice = batch
         self._own_forward.weight = batch.num_local / batch.num_global
 
     def sum_gradients(self, batch: Slice) -> None:
@@ -252,8 +285,17 @@ class MeshParallel(Ddp):
                 "only after they were clipped. Nothing of this step was applied; repair the data, or use --strategy ddp."
             )
         tensor_cut.match_placements(self._parameters)
+        self._sum_ties()
+
+    def _sum_ties(self) -> None:
+        """Once a step: after it a tied weight has the gradient of all stages."""
+        if self._ties is not None and not self._are_tied:
+            self._are_tied = True
+            self._ties.sum()
 
     def adopt(self, batch: Slice) -> None:
+        self._sum_ties()
+        self._are_tied = False
         self._num_global = batch.num_global
         self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None), batch.share)
 
@@ -292,7 +334,8 @@ class MeshParallel(Ddp):
         plan = None
         if self._axes.tp > 1:
             plan = self._find_tensor_plan(model, mesh)
-        found = self._find_stages(model, plan) if self._axes.pp > 1 else None
+        with own_gradients.resting():  # it is measured, forward and back
+            found = self._find_stages(model, plan) if self._axes.pp > 1 else None
         self._tensor_plan, self._stage_cut = plan, found[1] if found is not None else None
         self._layer_names = list(layers_of(model))  # now: a stage knows only its own
         self._synchronise(model)  # only now: to find stages a rank runs the model by itself

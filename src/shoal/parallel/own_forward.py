@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.errors import ConfigError
+from shoal.parallel import own_gradients
 
 _PLAIN = (Tensor, int, float, str, type(None))
 
@@ -53,7 +54,8 @@ class OwnForward:
 
         @functools.wraps(before)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # else a block that runs again within backward
+            # Not of a Trainer, nor of a block that runs again within backward.
+            if torch._C._current_graph_task_id() == -1 and not own_gradients.rests():
                 roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
                 given = (
                     [grad_tensors]

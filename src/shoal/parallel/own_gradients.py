@@ -30,6 +30,11 @@ def resting() -> Iterator[None]:
         _rests = before
 
 
+def rests() -> bool:
+    """Whether what runs now is none of a loop's."""
+    return _rests
+
+
 class OwnGradients:
     """Watches `.grad` of a model's parameters.
 
@@ -106,6 +111,12 @@ class OwnGradients:
                     "use shoal.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_, which do so."
                 )
             elif number not in self._contributed:
+                parameter.grad = None
+
+    def drop_borrowed(self) -> None:
+        """Leave no gradient, not even zeros, where no sample of this rank's own reached: its optimizer would step on."""
+        for number, (_, parameter) in enumerate(self._watched):
+            if number not in self._contributed:
                 parameter.grad = None
 
     def forget(self) -> None:

@@ -340,6 +340,14 @@ class AcceptsGradients(Protocol):
 
 
 @runtime_checkable
+class HoldsStages(Protocol):
+    """A strategy whose ranks may hold gradients of different parameters."""
+
+    def norm_over_stages(self) -> float | None:
+        """The norm of the whole gradient; None where every rank can tell it from its parameters. Collective."""
+
+
+@runtime_checkable
 class LooksAhead(Protocol):
     """A strategy that can use its time better when it knows the next batch."""
 

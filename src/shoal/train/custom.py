@@ -15,24 +15,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, FunctionType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
+from shoal.cluster.supervisor import failure
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
 from shoal.config import placement
 from shoal.config import strategy as strategies
 from shoal.config.faults import BEFORE_FORWARD
-from shoal.config.parallel_options import refuse_own_loop
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
@@ -42,7 +43,15 @@ from shoal.parallel.compute import place as place_on
 from shoal.parallel.compute import seed_all
 from shoal.parallel.gathering import GatherScope
 from shoal.parallel.loss import loss_rule
-from shoal.parallel.protocol import AcceptsGradients, ControlFlags, Strategy, TrainJob
+from shoal.parallel.protocol import (
+    AcceptsGradients,
+    ControlFlags,
+    HoldsStages,
+    Leased,
+    PeriodicSync,
+    Strategy,
+    TrainJob,
+)
 from shoal.parallel.state import norm_of
 from shoal.runtime import events, recorder
 from shoal.runtime.failpoints import failpoint
@@ -55,6 +64,7 @@ from shoal.train.calls import (
     batches_of,
     described,
     device_of,
+    first_inputs,
     next_number,
     refuse_hooks,
 )
@@ -65,6 +75,9 @@ from shoal.train.progress import Position
 from shoal.train.reports import LedgerReport
 from shoal.train.script_state import DataPlace, Recovery
 from shoal.train.verification import Verification, fingerprint_at_end
+
+if TYPE_CHECKING:
+    from shoal.train.custom_leases import LeasedEpoch
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Model = TypeVar("Model", bound=nn.Module)
@@ -95,6 +108,7 @@ class WorkerData:
         self._pending: list[TakenBatch] = []  # since the last step
         self._num_left_out = 0  # samples, of those
         self.epoch, self.index = 0, -1
+        self._lease: LeasedEpoch | None = None  # in relaxed strategies, while an epoch runs
         self.num_local = 0
         """Samples of this worker's own in the batch given last; 0 where one was borrowed, which nobody should count."""
 
@@ -104,12 +118,14 @@ class WorkerData:
 
     def counted_from(self, start: int) -> Iterator[tuple[int, Tree]]:
         """As `enumerate` does, and from where this worker begins."""
-        for batch in self:
+        for batch in self._epoch():
             yield start + self.index, batch
 
     def stepped(self) -> int:
         """A step is committed: what was handed out before it is trained. Gives the number of these samples."""
         pending, self._pending, self._num_left_out = self._pending, [], 0
+        if self._lease is not None:
+            return self._lease.trained(script.slice) if pending and script.slice is not None else 0
         for part in pending:
             self.position.next_index = part.start + part.num_global
             self._ledger.count(part)
@@ -145,6 +161,11 @@ class WorkerData:
             self._ledger.reached()
 
     def __iter__(self) -> Iterator[Tree]:
+        for loop in script.loops:
+            loop.epoch_begins()
+        return self._epoch()
+
+    def _epoch(self) -> Iterator[Tree]:
         job = self.job
         start, self._resumed = self._resumed or DataPlace(self.number, self.epoch), None
         place = script.recovery.start_of(start, self._loop.strategy.replay_log)
@@ -156,20 +177,26 @@ class WorkerData:
             script.began(place)
             epoch, self.index = place.epoch, place.index - 1
             self.position = Position(epoch=epoch, next_index=place.next_index, stretch=place.stretch)
-            if not self._has_begun:
+            if isinstance(self._loop.strategy, Leased):
+                self._lease = self._begin_leases(epoch)
+            elif not self._has_begun:
                 self._has_begun = True
                 self._ledger.begin(is_inherited=place is not start, again={})
             script.open.append(self)
             recorder.RECORDER.base(recorder.READ)
-            for part in self._batches.slices(
-                epoch=epoch, start=place.next_index, rank=job.data_rank, num_workers=self.num_workers
-            ):
+            for part in self._parts(epoch, place.next_index):
                 self.index += 1
                 script.progress.batch_taken()
                 if not script.is_anchored and script.open == [self]:
                     script.anchor(self, part)
                 script.slice, script.between = part, None
                 self._refuse_left_out(part)
+                if self._lease is not None and self._pending:
+                    raise ConfigError(
+                        f"the loop took a batch without an optimizer.step() on the one before, and under '{job.strategy}' each batch is pushed "
+                        "as one update. Nothing of the two was applied; take a step after every batch, or accumulate under an "
+                        "exact strategy (ps, ddp)."
+                    )
                 self._pending.append(TakenBatch(part.start, part.num_global, part.cuts))
                 if self not in script.data:
                     script.data.append(self)
@@ -183,8 +210,13 @@ class WorkerData:
                 yield place_on(part.batch, self._loop.device, self._loop.dtype)
                 recorder.RECORDER.base(recorder.READ)
             is_over = True
+            self._meet()
             for loop in script.loops:
                 loop.epoch_is_over()
+        except GeneratorExit:
+            if loop_shape.is_left_by_break(loop_shape.script_frames()):
+                self._leave_early()
+            raise
         finally:
             if self in script.open:
                 script.open.remove(self)
@@ -194,7 +226,59 @@ class WorkerData:
             recorder.RECORDER.base(None)
             PROFILER.finish()
             self._pending.clear()  # nothing was made of them
-            self._ledger.reached(is_end=is_over)
+            if self._lease is None:
+                self._ledger.reached(is_end=is_over)
+            self._lease = None
+
+    def _parts(self, epoch: int, start: int) -> Iterator[Slice]:
+        if self._lease is not None:
+            return self._lease.slices()
+        return self._batches.slices(
+            epoch=epoch, start=start, rank=self.job.data_rank, num_workers=self.num_workers
+        )
+
+    def _begin_leases(self, epoch: int) -> LeasedEpoch:
+        from shoal.train.custom_leases import LeasedEpoch
+
+        return LeasedEpoch(
+            self._loop.strategy,  # type: ignore[arg-type]  # leased ones are relaxed
+            self._batches,
+            epoch=epoch,
+            step=script.progress.step,
+            num_workers=self.job.num_workers,
+            number=self._loop.number,
+        )
+
+    @property
+    def updates(self) -> int | None:
+        """Steps of all workers, where each takes batches of its own; None where all take each together."""
+        return self._lease.position.step if self._lease is not None else None
+
+    def _meet(self) -> None:
+        """Have one model on all workers, where they trained apart."""
+        if self._lease is not None:
+            self._lease.end()
+            script.progress.step = self._lease.position.step
+        for loop in script.loops:
+            loop.sync()
+
+    def _leave_early(self) -> None:
+        """As at the end of the data. Exceptions cannot leave a generator that is closed: they end the process here."""
+        try:
+            if self._lease is not None:
+                self._lease.give_back()
+            self._meet()
+        except Exception as error:
+            told = failure.describe(
+                error, rank=self.rank, stop=session.stop_requested(), meets_peers=session.meets_peers()
+            )
+            session.failed(told)
+            os._exit(told.exit_code)
+
+    def give_back(self) -> None:
+        """The job leaves: nobody waits for this worker's batches."""
+        if self._lease is not None:
+            self._lease.give_back()
 
     def _refuse_left_out(self, part: Slice) -> None:
         """Backward divides by the samples of a batch, commit corrects it: for one batch, not for the sum of several."""
@@ -228,7 +312,7 @@ class CustomLoop:
         if self.job.verify:
             self._verification = Verification(self.job.verify, rank=self.job.rank, is_own_loop=True)
         self.is_committing = False
-        self._number = next_number()
+        self.number = next_number()
 
     def about_to_run(self, part: Slice) -> None:
         """A slice is handed to the script: models will run on it, up to the next commit."""
@@ -250,6 +334,30 @@ class CustomLoop:
             raise _no_batch_yet("the gradients were to be summed")
         self._stepping.sum_gradients(script.slice)
 
+    def epoch_begins(self) -> None:
+        """Refuse a loop whose end shoal would not see, where workers have to meet at it."""
+        if not isinstance(self.strategy, (Leased, PeriodicSync)):
+            return
+        how = self.job.strategy if self.job.sync_every is None else f"--sync-every {self.job.sync_every}"
+        try:
+            loop_shape.check_for_loop(loop_shape.script_frames())
+        except loop_shape.CannotEnter as reason:
+            raise ConfigError(
+                f"under '{how}' workers train apart and meet where a `for` over the data ends, which shoal cannot see here: {reason}. "
+                "Nothing was trained; write `for x, y in data:`, or use an exact strategy (ddp, ps)."
+            ) from None
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether weights differ from worker to worker at present."""
+        return isinstance(self.strategy, PeriodicSync) and self.strategy.has_diverged
+
+    def sync(self) -> None:
+        """Have one model on all workers now. Collective where they have trained apart."""
+        if isinstance(self.strategy, PeriodicSync):
+            result = self.strategy.sync()
+            script.ended = script.ended or (result is not None and result.leave)
+
     def epoch_is_over(self) -> None:
         """The script may end with it, before the steps that a verification asked for."""
         if self._verification is not None:
@@ -259,7 +367,7 @@ class CustomLoop:
     def _stepping(self) -> AcceptsGradients:
         return self.strategy  # type: ignore[return-value]  # the strategies there are can all do it
 
-    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> None:
         """Hand model and optimizer to the strategy and make `optimizer.step` its commit."""
         if self.job.batchnorm == "sync" and len(self.job.batch_ranks) > 1:
             raise ConfigError(
@@ -279,7 +387,8 @@ class CustomLoop:
             extend_torch(_sum_gradients_of, _owners_of_gradients)
         fingerprint_at_end(model)
         refuse_hooks(self.job, model)
-        is_cut = strategies.parse(self.job.strategy).base == "mesh"
+        axes = strategies.parse(self.job.strategy).axes
+        is_cut, in_stages = axes is not None, axes is not None and axes.pp != 1
         self.strategy.prepare(
             TrainJob(
                 model=model,
@@ -287,14 +396,17 @@ class CustomLoop:
                 build_optimizer=lambda _: optimizer,
                 given_optimizer=optimizer if is_cut else None,
                 device=self.device,
-                number=self._number,
+                number=self.number,
                 is_own_loop=True,
                 checkpoint_activations=self.job.checkpoint_activations,
+                first_inputs=first_inputs(batches, self.job.num_data_ranks) if in_stages else None,
                 control=self._control,
             )
         )
-        if is_cut:
+        if is_cut or self.job.sync_every is not None:
             script.recovery.stop_noting()  # no worker is replaced alone
+        if isinstance(self.strategy, Leased):
+            self._begin_apart()
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
         update = optimizer.step
 
@@ -312,6 +424,22 @@ class CustomLoop:
         step.__dict__.update(getattr(update, "__dict__", {}))
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
+    def _begin_apart(self) -> None:
+        """Say what a loop is, where each worker trains batches of its own."""
+        how = self.job.strategy
+        if any(loop.optimizer is not None for loop in script.loops):
+            raise ConfigError(
+                f"'{how}' hands each batch to one worker, which pushes it as one update of one model, and shoal.setup was given "
+                "a second one. Nothing was trained; use an exact strategy (ps, ddp)."
+            )
+        script.recovery.stop_noting()
+        if self.strategy.replay_log is not None:
+            self.strategy.replay_log.let_go(
+                f"note: under '{how}' each worker takes whole batches of its own: the loop's counters, and a scheduler that is stepped in "
+                "it, count this worker's batches; shoal.log is of them; shoal.checkpoint saves between two epochs. A worker that dies "
+                "takes all of them back to the newest checkpoint where the script calls shoal.resume, else to its beginning"
+            )
+
     def _commit(self) -> None:
         if script.slice is None:
             raise _no_batch_yet("optimizer.step() was called")
@@ -325,11 +453,15 @@ class CustomLoop:
             self.is_committing = False
         script.ended = script.ended or result.leave
         num_samples = sum(data.stepped() for data in script.data)
+        updates = max((each.updates for each in script.open if each.updates is not None), default=None)
         recorder.RECORDER.done(self.strategy.step, script.slice.num_local)
         PROFILER.after_step()
-        script.progress.committed(epoch=script.slice.epoch, samples=num_samples)
+        script.progress.committed(epoch=script.slice.epoch, samples=num_samples, step=updates)
         if self._verification is not None:
             self._verification.count(self.strategy, result.loss)
+        if script.ended:
+            for each in script.open:
+                each.give_back()
         if script.ended and not script.progress.ends_itself:
             raise Interrupted(
                 signal_name=asked_to_leave() or "SIGINT", step=script.progress.step, checkpoint=None
@@ -370,6 +502,11 @@ class Script:
 
     committed: CustomLoop | None = None
     """Took a step since then."""
+
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Whether an epoch runs in which each worker trains batches of its own."""
+        return any(data.updates is not None for data in self.open)
 
     def anchor(self, data: WorkerData, part: Slice) -> None:
         """The first batch since the last step is about to be handed out: a replacement runs the step from here."""
@@ -416,7 +553,6 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     """
     batches = batches_of(data, what="setup", seed=jobs.current().seed, may_be_endless=True)
     job = jobs.current()
-    refuse_own_loop(job.sync_every)
     script.recovery.set_up()
     if job.incarnation:
         _catch_up_quietly()
@@ -426,7 +562,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     if loop is None:
         loop = CustomLoop()
         call = Call(number, loop.strategy.replay_log)
-        loop.take(model, optimizer)
+        loop.take(model, optimizer, batches)
         script.loops.append(loop)
         script.recovery.models.append(model)
         script.recovery.optimizers.append(optimizer)
@@ -466,6 +602,11 @@ def _catch_up_quietly() -> None:
 
 def reduce(value: Tensor | float) -> Any:
     """The sum of `value` over all workers, in rank order; a number gives a number."""
+    if script.takes_whole_batches:
+        raise ConfigError(
+            f"shoal.reduce is a sum over all workers, who come to it together, and under '{jobs.current().strategy}' each takes as many "
+            "batches as it can. Nothing was summed; call it after the loop over the data, or use an exact strategy (ps, ddp)."
+        )
     strategy, remembered = present_moment()
     tensor = value if isinstance(value, Tensor) else torch.tensor([value], dtype=torch.float64)
     summed = remembered("reduce", lambda: strategy.reduce(tensor))
@@ -520,6 +661,8 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
     part = script.slice
     if part is None:
         raise ConfigError("shoal.mean was called before the first batch was taken from shoal.setup's data.")
+    if script.takes_whole_batches:
+        return total / float(count) if count else total * 0.0
     # What was borrowed is counted where it belongs.
     mine = torch.tensor([float(count) if part.num_local else 0.0, part.num_local], dtype=torch.float64)
     everywhere, num_samples = reduce(mine).tolist()
@@ -554,7 +697,8 @@ def log(**values: Any) -> None:
         factor = 1.0 if isinstance(value, tuple) else weight
         # What was borrowed is counted where it belongs.
         pairs.append([total * factor, count * factor] if weight else [0.0, 0.0])
-    sums = reduce(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2))
+    sums = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
+    sums = sums if script.takes_whole_batches else reduce(sums)
     means = (sums[:, 0] / sums[:, 1]).tolist()
     script.progress.log(dict(zip(values, means, strict=True)))
 
@@ -606,6 +750,9 @@ def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> Non
                 tensor if owner is None or owner.grad is None else owner.grad
                 for tensor, owner in zip(given, owners, strict=True)
             ]
+            whole = _norm_over_stages(owners)
+            if whole is not None:
+                return torch.tensor(whole, dtype=now[0].dtype, device=now[0].device)
             return _of_parts(function, now, now, *args, **kwargs)
 
         return total
@@ -628,6 +775,15 @@ def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> Non
         unscale(scaler, optimizer)
 
     torch.amp.GradScaler.unscale_ = unscale_sums  # type: ignore[method-assign, assignment]
+
+
+def _norm_over_stages(owners: Iterable[Tensor | None]) -> float | None:
+    """Of a model in stages: each rank has the gradients of its own. Collective."""
+    known = {id(owner) for owner in owners if owner is not None}
+    for loop in script.loops:
+        if isinstance(loop.strategy, HoldsStages) and any(id(p) in known for p in loop.model.parameters()):
+            return loop.strategy.norm_over_stages()
+    return None
 
 
 def _of_parts(

@@ -108,10 +108,19 @@ def checkpoint(*, every: int = 1, **values: Any) -> str | None:
     loops = _loops("shoal.checkpoint")
     check_limit("every", every)
     _tell_once(values)
+    if custom.script.takes_whole_batches:  # workers come here at different steps
+        if custom.script.ended:
+            _leave(custom.script.progress.newest)
+        return None
     step = custom.script.progress.step
     is_due = step // every != custom.script.progress.saved_step // every
     if not (is_due or custom.script.ended) or any(loop.has_gradients for loop in loops):
         return None  # gradients of a step that is under way are in no checkpoint: the next call
+    if any(loop.has_diverged for loop in loops):
+        if not custom.script.ended:
+            return None  # each worker has weights of its own: the next call after they have met
+        for loop in loops:
+            loop.sync()
     _, remembered = present_moment()
     path: str = remembered("checkpoint", lambda: _save(loops, values))
     if custom.script.ended:
@@ -335,7 +344,7 @@ def _tell_once(values: dict[str, Any]) -> None:
         )
 
 
-def _leave(path: str) -> None:
+def _leave(path: str | None) -> None:
     interrupted = Interrupted(
         signal_name=asked_to_leave() or "SIGINT", step=custom.script.progress.step, checkpoint=path
     )

@@ -54,12 +54,12 @@ class LoopProgress:
             }
             self.flush()
 
-    def committed(self, *, epoch: int, samples: int) -> None:
-        """A step of `samples` samples is committed."""
+    def committed(self, *, epoch: int, samples: int, step: int | None = None) -> None:
+        """A step of `samples` samples is committed; `step` is its number where other workers take steps of their own."""
         if not self._has_new_batch:
             return  # another optimizer's, on the same batch
         self._has_new_batch = False
-        self.step += 1
+        self.step = self.step + 1 if step is None else step
         self._samples += samples
         self._line = {"step": self.step, "epoch": epoch, "samples": samples}
         now = time.monotonic()

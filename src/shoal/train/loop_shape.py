@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import functools
 import inspect
 import linecache
@@ -113,6 +114,36 @@ def shape_of(frames: Sequence[FrameType], set_up_at: Sequence[tuple[CodeType, in
             carried |= _carried(loops[0])
     draws = any(_DRAWS.search("".join(linecache.getlines(file))) for file in _files(frames))
     return Shape(tuple(ranges), frozenset(carried), frozenset(targets), asks, draws)
+
+
+def check_for_loop(frames: Sequence[FrameType]) -> None:
+    """Raise CannotEnter unless the data is being taken by a `for` over it, whose end is the end of the data or a `break`."""
+    frame = frames[0]
+    if is_library(frame.f_code.co_filename):
+        raise CannotEnter(f"the data is iterated by {frame.f_code.co_filename}")
+    headers = [
+        loop
+        for loop in _loops_around(_function(frame), frame.f_lineno)
+        if isinstance(loop, ast.For) and _is_header(loop, frame.f_lineno)
+    ]
+    if not headers or frame.f_code.co_flags & _HIDDEN_STATE:
+        raise _at(frame, "a batch is taken outside of a `for` over the data")
+    try:
+        _check_driver(frame, headers[-1])
+    except CannotEnter:
+        raise _at(frame, f"the data is inside of `{ast.unparse(headers[-1].iter)}`") from None
+
+
+def is_left_by_break(frames: Sequence[FrameType]) -> bool:
+    """Whether a `for` that lets go of its data does so by `break` or `return`, and not because of an exception.
+
+    The first drops the iterator by an instruction of its own. While an exception leaves the loop, the frame still stands at
+    the instruction that raised it.
+    """
+    if not frames:
+        return False
+    code, at = frames[0].f_code.co_code, frames[0].f_lasti
+    return 0 <= at < len(code) and dis.opname[code[at]] in ("POP_TOP", "POP_ITER")
 
 
 def _files(frames: Sequence[FrameType]) -> set[str]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 import shoal
+from shoal.train.checkpoint.checkpoint import open_checkpoint
 
 out = Path(sys.argv[1])
 generator = torch.Generator().manual_seed(1)
@@ -48,6 +49,12 @@ for kind in ("plain", "clipped", "accumulated"):
             scheduler.step()
     results |= {f"{kind}/{name}": whole(tensor) for name, tensor in model.state_dict().items()}
     results[f"{kind}/norms"] = torch.tensor(norms, dtype=torch.float64)
+
+if any(tensor.is_meta for tensor in results.values()):  # of a model in stages a rank has some layers alone
+    saved = open_checkpoint(shoal.checkpoint()).pieces
+    for number, kind in enumerate(("plain", "clipped", "accumulated")):
+        for name in model.state_dict():
+            results[f"{kind}/{name}"] = saved[f"model-{number}/{name}" if number else f"model/{name}"]
 
 if shoal.rank() == 0:
     save_file({name: tensor.contiguous() for name, tensor in results.items()}, out)

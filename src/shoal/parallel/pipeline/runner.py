@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from shoal.config.choices import SCHEDULES
 from shoal.data.slice import Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, leaves, map_tensors
-from shoal.errors import ShapeDecides, ShapeLeadsElsewhere
+from shoal.errors import ConfigError, ShapeDecides, ShapeLeadsElsewhere
 from shoal.parallel.compute import _EVALUATION, autocast, evaluating, place
 from shoal.parallel.loss import is_number
 from shoal.parallel.pipeline import p2p
@@ -51,6 +51,8 @@ from shoal.parallel.pipeline.trace import TracedForward, forget, unchanged
 from shoal.parallel.protocol import LossSum, TrainJob
 from shoal.parallel.state import attribute
 from shoal.runtime.seeds import mix
+
+L = TypeVar("L")
 
 _MAX_ROLES = 512  # for which roles are kept
 
@@ -224,11 +226,26 @@ class PipelineRunner:
         if not job.model.training:
             job.model.train()
         pieces = self._placed(batch).cut(self.num_micro)
+        loss = self._step(
+            pieces,
+            lambda number: mix(job.seed, rank, step, number),
+            lambda now: _Loss(job, now, batch.num_global),
+        )
+        if not self.is_last:
+            return LossSum(torch.zeros(()), 0.0, None)
+        if self._must_check_loss:
+            self._must_check_loss = not loss.check() or self._job.checks_every_loss
+        return loss.sum()
+
+    def _step(
+        self, pieces: Sequence[Slice], seed_of: Callable[[int], int], loss_of: Callable[[PipelineStep], L]
+    ) -> L:
+        """All micro-batches forward and back by the schedule; returns the loss function that it called."""
         ready = self._prepared_for(pieces)
-        now = PipelineStep(pieces, lambda number: mix(job.seed, rank, step, number), ready.takes, ready.roles)
+        now = PipelineStep(pieces, seed_of, ready.takes, ready.roles)
         for stage in self._stages.values():
             stage.step = now
-        loss = _Loss(job, now, batch.num_global)
+        loss = loss_of(now)
         ready.schedule._loss_fn = loss  # the schedule is kept, what it is to compare with is this step's
         numbers = torch.arange(len(pieces))
         wanted = {"target": numbers, "losses": []} if self.is_last else {}
@@ -236,11 +253,35 @@ class PipelineRunner:
             ready.schedule.step(piece=numbers, return_outputs=False, **wanted)
         except RuntimeError as error:  # torch's own, around what a layer said
             raise error.__cause__ or error from None
-        if not self.is_last:
-            return LossSum(torch.zeros(()), 0.0, None)
-        if self._must_check_loss:
-            self._must_check_loss = not loss.check() or self._job.checks_every_loss
-        return loss.sum()
+        return loss
+
+    def own_forward(self, batch: Slice, *, rank: int) -> Tree:
+        """Of a loop of the script's own: the outputs of a slice in training, on every rank of the pipeline.
+
+        They have no graph. Their backward runs the micro-batches again, forward and back by the schedule, with the seeds of before.
+        """
+        job = self._job
+        pieces = self._placed(batch).cut(self.num_micro)
+        self._prepared_for(pieces)
+
+        def seed_of(number: int) -> int:
+            return mix(job.seed, rank, batch.epoch, batch.start, number)
+
+        with unchanged(job.model):
+            outputs = self._on_every_rank(pieces, self._run(pieces, seed_of, training=True, at_rest=False))
+        rows = [each for each in leaves(outputs) if isinstance(each, Tensor)]
+        if any(each.dim() == 0 or len(each) != num_held(batch) for each in rows):
+            raise ConfigError(
+                "pp runs a batch in parts, and an output of the model has no row for each of its samples (a loss that forward computes, say), so "
+                "a loop of the script's own cannot be given it. Nothing was updated; use shoal.Trainer with loss='model', or "
+                "--strategy fsdp, tp or ddp."
+            )
+
+        def run_back(gradients: Sequence[Tensor | None]) -> None:
+            self._step(pieces, seed_of, lambda step: _GivenGradients(step, gradients))
+
+        told = iter(_Rerun.apply(run_back, torch.zeros((), requires_grad=True), *rows))  # type: ignore[no-untyped-call]
+        return map_tensors(lambda _: next(told), outputs)
 
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients, on every rank of the pipeline."""
@@ -248,14 +289,18 @@ class PipelineRunner:
         about = max(-(-batch.num_global // self._num_data_ranks), 1)
         number = 1 if self._evaluates_whole else min(_ROUNDS * len(self._ranks), about)
         pieces = self._placed(batch).cut(number)
-        outputs = self._run(pieces, mix(job.seed, rank, _EVALUATION + batch.start), training=False)
+        seed = mix(job.seed, rank, _EVALUATION + batch.start)
+        return self._on_every_rank(pieces, self._run(pieces, lambda _: seed, training=False))
+
+    def _on_every_rank(self, pieces: Sequence[Slice], outputs: Sequence[Any]) -> Tree:
+        """The joined outputs of micro-batches, which the last stage has."""
         joined, found = None, None
         if self.is_last:
             own = [pair for pair in zip(pieces, outputs, strict=True) if not pair[0].borrowed]
             joined = _joined(own or [(pieces[0], outputs[0])])
             found = [leaf for leaf in leaves(joined) if isinstance(leaf, Tensor)]
         # Its tensors are sent; of what class the output is, every rank knows.
-        found = p2p.share(found, self._rank_of(self._num_stages - 1), self._group, job.device)
+        found = p2p.share(found, self._rank_of(self._num_stages - 1), self._group, self._job.device)
         if self.is_last:
             return joined
         numbers = iter(found)
@@ -267,21 +312,26 @@ class PipelineRunner:
     def _run(
         self,
         pieces: Sequence[Slice],
-        seed: int,
+        seed_of: Callable[[int], int],
         *,
         training: bool,
+        at_rest: bool = True,
         keep: Callable[[ModelStage, Slice, Any, Any], None] | None = None,
     ) -> list[Any]:
-        """Run forward only; returns the outputs where the last stage is. `keep` sees each stage's inputs and outputs."""
+        """Run forward only; returns the outputs where the last stage is. `keep` sees each stage's inputs and outputs.
+
+        `at_rest`: in evaluation mode, whatever graph is run.
+        """
         device, outputs, sends = self._job.device, [], []
-        with evaluating(self._job.model.modules()), torch.no_grad():
-            for piece in pieces:
+        resting = self._job.model.modules() if at_rest else ()
+        with evaluating(resting), torch.no_grad():
+            for at, piece in enumerate(pieces):
                 roles = self._retraced.roles(piece, training=training)
                 for number, stage in sorted(self._stages.items()):
                     values: Any = ()
                     if number > 0:
                         values = p2p.receive(self._rank_of(number - 1), self._group, device, stage.mesh)
-                    result = stage(alone=ForwardOnly(piece, values, seed, roles[number]))
+                    result = stage(alone=ForwardOnly(piece, values, seed_of(at), roles[number]))
                     if keep is not None:
                         keep(stage, piece, values, result)
                     if number < self._num_stages - 1:
@@ -333,7 +383,7 @@ class PipelineRunner:
             for number, role in enumerate(self._retraced.roles(piece, training=True))
         }
         with unchanged(self._job.model):
-            self._run(probes, 0, training=True, keep=keep)
+            self._run(probes, lambda _: 0, training=True, keep=keep)
         stages = [
             UnevenStage(
                 stage,
@@ -407,6 +457,45 @@ class _Loss:
         predicted = [self._job.loss.predictions(output) for _, output in sorted(self._outputs.items())]
         outputs = concatenate(predicted)
         return LossSum(totals.sum(), self._count, outputs)
+
+
+class _GivenGradients:
+    """In place of a loss: backward of the outputs begins with the gradients that the script's own loss left."""
+
+    def __init__(self, step: PipelineStep, gradients: Sequence[Tensor | None]) -> None:
+        self._step, self._gradients = step, gradients
+
+    def __call__(self, tensors: Any, number: Tensor) -> Tensor:
+        at = int(number)
+        piece, output = self._step.pieces[at], self._step.outputs.pop(at)
+        begin = sum(each.num_local for each in self._step.pieces[:at])
+        total = torch.zeros(())
+        rows = [each for each in leaves(output) if isinstance(each, Tensor)]
+        for each, gradient in zip(rows, self._gradients, strict=True):
+            if each.requires_grad:
+                given = each[:0] if gradient is None else gradient[begin : begin + piece.num_local]
+                # A borrowed sample ran to keep in step, and has no gradient.
+                total = total + (each[: piece.num_local] * given).sum() + each.sum() * 0.0
+        return total
+
+
+class _Rerun(torch.autograd.Function):
+    """Outputs of a forward whose backward is run elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run_back: Callable[[Sequence[Tensor | None]], None], root: Tensor, *outputs: Tensor
+    ) -> Any:
+        ctx.run_back = run_back
+        ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        with torch.enable_grad():
+            ctx.run_back(gradients)
+        return None, None, *(None for _ in gradients)
 
 
 def _joined(parts: Sequence[tuple[Slice, Tree]]) -> Tree:

@@ -19,10 +19,11 @@ from shoal.collectives.gradients import GradientExchange
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
+from shoal.errors import ConfigError
 from shoal.parallel.compute import place
 from shoal.parallel.ddp import Ddp, sparse_parameters
-from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult
-from shoal.parallel.ps.relaxed import needs_trainer, report_staleness
+from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
+from shoal.parallel.ps.relaxed import report_staleness
 from shoal.parallel.ps.rows import RowModule
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import ps_session
@@ -52,6 +53,15 @@ class PsHybrid(Ddp):
         self._pushed: PushStep | None = None
         # Number of pulls, by their distance ahead of the slowest worker.
         self.staleness: Counter[int] = Counter()
+
+    def prepare(self, job: TrainJob) -> None:
+        if job.is_own_loop:
+            raise ConfigError(
+                f"'{self._launched.strategy}' keeps embedding rows on servers and sums the rest over the workers. Which of the "
+                "embeddings are rows, it learns from a batch before the first forward, and a loop of the script's own shows it none. "
+                "Nothing was trained; use shoal.Trainer, or --strategy ps or ps:async."
+            )
+        super().prepare(job)
 
     def _refuse_rows(self, model: nn.Module) -> None:
         """They are on the servers."""
@@ -83,10 +93,6 @@ class PsHybrid(Ddp):
         if not self._group.next_is_known:
             self._look_up(training=True)
         return super().forward_backward(batch)
-
-    def adopt(self, batch: Slice) -> None:
-        """Nobody shows a batch before the script's own loop runs it, so no rows could be told apart."""
-        raise needs_trainer(self._launched.strategy)
 
     def prefetch(self, batch: Slice) -> None:
         self._coming = batch

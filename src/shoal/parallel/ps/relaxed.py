@@ -26,7 +26,7 @@ from shoal.cluster.worker import session
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.embedding.lookup import merged
-from shoal.errors import ConfigError, LinkLost
+from shoal.errors import LinkLost
 from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult
 from shoal.parallel.ps.exact import Ps
 from shoal.parallel.ps.rows import RowModule
@@ -49,14 +49,6 @@ NEWEST = -3  # instead of a clock: the weights are whatever the servers had
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-
-
-def needs_trainer(strategy: str) -> ConfigError:
-    """Why a loop of the script's own is refused."""
-    return ConfigError(
-        f"'{strategy}' gives every worker whole batches of its own, which only shoal.Trainer can do; this script has a loop "
-        "of its own. Nothing was updated; use the Trainer, or an exact strategy (ps, ddp)."
-    )
 
 
 def report_staleness(counts: Counter[int], rows: Sequence[RowModule], *, num_late: int = 0) -> None:
@@ -199,7 +191,7 @@ class PsRelaxed(Ps):
     def is_laid_out(self) -> bool:
         return self._model is not None
 
-    def lay_out(self, batch: Slice) -> None:
+    def lay_out(self, batch: Slice | None) -> None:
         self._lay_out(batch)
 
     @property
@@ -235,9 +227,15 @@ class PsRelaxed(Ps):
             batch, rank=self._rank, step=self.step, before_backward=self._contribute_alone
         )
 
+    def sum_gradients(self, batch: Slice) -> None:
+        """A batch is one worker's alone, and so is its gradient."""
+
     def adopt(self, batch: Slice) -> None:
-        """A loop of the script's own cuts every batch over the workers, which a relaxed strategy does not."""
-        raise needs_trainer(self._launched.strategy)
+        """Push what the user's own backward left of a whole batch."""
+        assert self._own is not None
+        self._has_looked = False
+        self._begin_alone(batch)
+        self._contribute_alone(LossSum(torch.zeros(()), float(batch.num_local), None))
 
     def about_to_run(self) -> None:
         """Have weights that are fresh enough, and keep the buffers."""
