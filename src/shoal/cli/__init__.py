@@ -11,7 +11,20 @@ from typing import Annotated, NoReturn
 import typer
 
 import shoal
-from shoal.cli import chaos, doctor, hosts, init, map_reduce, render, resume, run, scale, sweep, verify
+from shoal.cli import (
+    chaos,
+    doctor,
+    hosts,
+    init,
+    map_reduce,
+    render,
+    resume,
+    run,
+    scale,
+    services,
+    sweep,
+    verify,
+)
 from shoal.cli.bench import command as bench
 from shoal.cli.inspect import dashboard, graph, report, stack, status, trace
 from shoal.cli.verb import ScriptVerb, Verb, Verbs
@@ -46,6 +59,14 @@ app.command(
 )(verify.verify)
 app.command("init", cls=Verb, epilog=init.EXAMPLES)(init.init)
 app.command("join", cls=Verb, epilog=hosts.EXAMPLES)(hosts.join)
+app.command(
+    "coordinator",
+    cls=Verb,
+    epilog=services.COORDINATOR_EXAMPLES,
+    context_settings={"allow_interspersed_args": False},
+)(services.coordinator)
+app.command("worker", cls=Verb, epilog=services.WORKER_EXAMPLES)(services.worker)
+app.command("server", cls=Verb, epilog=services.SERVER_EXAMPLES)(services.server)
 app.command("resume", cls=Verb, epilog=resume.EXAMPLES)(resume.resume)
 app.command("status", cls=Verb, epilog=status.EXAMPLES)(status.status)
 app.command("stack", cls=Verb, epilog=stack.EXAMPLES)(stack.stack)
