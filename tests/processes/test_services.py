@@ -20,6 +20,7 @@ from etcd_members import free_ports
 from waiting import wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "services.py"
+GATES = (6, 9, 13)
 KEY = "a-key-for-tests-0123456789"
 SLOW_S = 120.0  # five interpreters import torch on two cores
 
@@ -87,6 +88,9 @@ class Services:
     def wait_for_gate(self, step: int) -> None:
         self.wait_for(lambda: all((self.out / f"at-{step}-{rank}").exists() for rank in range(2)))
 
+    def go_on(self, step: int) -> None:
+        (self.out / f"go-{step}").touch()
+
     def weights(self) -> dict[str, torch.Tensor]:
         return dict(torch.load(self.out / "weights.pt"))
 
@@ -104,7 +108,7 @@ def services(tmp_path: Path) -> Iterator[Services]:
 def weights_of(launch_script: Callable[..., Launched], folder: Path, workers: int) -> dict[str, torch.Tensor]:
     out = folder / f"undisturbed-{workers}"
     out.mkdir()
-    for step in (6, 10):
+    for step in GATES:
         (out / f"go-{step}").touch()
     options = {"workers": 2, "servers": 1, "strategy": "ps"} if workers == 2 else {}
     done = launch_script(SCRIPT, args=(str(out),), **options)
@@ -112,63 +116,51 @@ def weights_of(launch_script: Callable[..., Launched], folder: Path, workers: in
     return dict(torch.load(out / "weights.pt"))
 
 
-@pytest.mark.timeout(400)
-def test_a_killed_worker_service_comes_back_and_the_result_is_that_of_one_process(
+@pytest.mark.timeout(500)
+def test_services_that_are_killed_evicted_and_started_again_compute_what_one_process_does(
     services: Services, launch_script: Callable[..., Launched], tmp_path: Path
 ) -> None:
     coordinator = services.start("coordinator")
     services.wait_for(lambda: coordinator.get("/readyz")[0] == 200)
-    assert "shoal_hosts_missing" in coordinator.get("/metrics")[1]
+    assert 'shoal_hosts_missing{role="coordinator"} 3.0' in coordinator.get("/metrics")[1]
     started = [services.start(name) for name in ("worker-a", "worker-b", "server")]
     services.wait_for(lambda: all(each.get("/healthz")[0] == 200 for each in started))
-    services.wait_for_gate(6)
+    services.wait_for_gate(GATES[0])
     for each in started:
         assert each.get("/readyz") == (200, f"{each.path.name.partition('-')[0]}: ready\n")
     metrics = coordinator.get("/metrics")[1]
     assert 'shoal_hosts_joined{role="coordinator"} 3.0' in metrics
     assert re.search(r'shoal_step\{run="job"\} \d', metrics), metrics
-    assert re.search(
-        r'shoal_process_rss_bytes\{process="server-0",role="server"\} \d', started[2].get("/metrics")[1]
-    )
+    own = started[2].get("/metrics")[1]
+    assert re.search(r'shoal_process_rss_bytes\{process="server-0",role="server"\} \d', own), own
 
     started[0].process.kill()
     services.wait_for(lambda: 'shoal_hosts_missing{role="coordinator"} 1.0' in coordinator.get("/metrics")[1])
-    returned = services.start("worker-c")
-    for step in (6, 10):
-        (services.out / f"go-{step}").touch()
+    started[0] = services.start("worker-c")
+    services.go_on(GATES[0])
+
+    services.wait_for_gate(GATES[1])
+    evicted = started[2]
+    evicted.process.send_signal(signal.SIGTERM)
+    services.wait_for(lambda: "leaving: all workers save" in evicted.said())
+    services.go_on(GATES[1])
+    assert evicted.wait() == 128 + signal.SIGTERM  # so that its supervisor starts it again
+    started[2] = services.start("server-again")
+
+    services.wait_for_gate(GATES[2])
+    coordinator.process.kill()
+    services.wait_for(lambda: all("waits for its coordinator" in each.said() for each in started))
+    assert (started[1].get("/readyz")[0], started[1].get("/healthz")[0]) == (503, 200)
+    services.go_on(GATES[2])
+    coordinator = services.start("coordinator-again")
     assert coordinator.wait() == 0, coordinator.said()
-    assert [each.wait() for each in (returned, *started[1:])] == [0, 0, 0]
-    assert KEY not in coordinator.said()
+    assert [each.wait() for each in started] == [0, 0, 0]
+    assert "going on from" in coordinator.said()
+    assert not any(KEY in each.said() for each in services.all)
+
     of_services, of_two = services.weights(), weights_of(launch_script, tmp_path, 2)
     assert all(torch.equal(of_services[name], of_two[name]) for name in of_two)
     for name, of_one in weights_of(launch_script, tmp_path, 1).items():
         torch.testing.assert_close(of_services[name], of_one, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.timeout(400)
-def test_an_evicted_server_has_all_save_and_a_killed_coordinator_goes_on_from_there(
-    services: Services, launch_script: Callable[..., Launched], tmp_path: Path
-) -> None:
-    coordinator, *others = (
-        services.start(name) for name in ("coordinator", "worker-a", "worker-b", "server")
-    )
-    services.wait_for_gate(6)
-    others[2].process.send_signal(signal.SIGTERM)
-    services.wait_for(lambda: "leaving: all workers save" in others[2].said())
-    (services.out / "go-6").touch()
-    assert others[2].wait() == 128 + signal.SIGTERM  # so that its supervisor starts it again
-    others[2] = services.start("server-again")
-    services.wait_for_gate(10)
-    coordinator.process.kill()
-    services.wait_for(lambda: all("waits for its coordinator" in each.said() for each in others))
-    assert others[0].get("/readyz")[0] == 503
-    assert others[0].get("/healthz")[0] == 200
-    (services.out / "go-10").touch()
-    coordinator = services.start("coordinator-again")
-    assert coordinator.wait() == 0, coordinator.said()
-    assert [each.wait() for each in others] == [0, 0, 0]
-    assert "going on from" in coordinator.said()
-    of_services, of_two = services.weights(), weights_of(launch_script, tmp_path, 2)
-    assert all(torch.equal(of_services[name], of_two[name]) for name in of_two)
     finished = services.start("coordinator-once-more")  # as by a supervisor that restarts whatever ends
     assert (finished.wait(), "has finished" in finished.said()) == (0, True)

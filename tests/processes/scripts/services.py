@@ -12,7 +12,7 @@ from torch import nn
 
 import shoal
 
-GATES = (6, 10)
+GATES = (6, 9, 13)
 OUT = Path(sys.argv[1])
 
 
