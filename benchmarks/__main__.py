@@ -27,6 +27,7 @@ BENCHMARKS = (
     "hosts_ddp",
     "engines",
     "hosts_loss",
+    "coordinator_load",
     "ps_kv",
     "scaling",
     "ps_recovery",

@@ -9,6 +9,7 @@ import subprocess
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -33,10 +34,16 @@ def test_manifests_are_what_kubernetes_publishes_as_their_schema() -> None:
     validator = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate comes with `make test-engines`"
     )
-    documents = render(*KUBERNETES, "--resources", "worker:cpus=2,gpus=1,memory=8", *SCRIPT)
+    more = ["--strategy", "ps", "--servers", "2", "--metrics-from", "monitoring", "--volume", "runs"]
+    documents = render(*KUBERNETES, "--resources", "worker:cpus=2,gpus=1,memory=8", *more, *SCRIPT)
     assert [each["kind"] for each in documents] == ["Secret", "Service", "NetworkPolicy", "JobSet"]
     for each in documents[:3]:
         validator.validate(each, "1.31", strict=True)
+    assert [job["name"] for job in documents[3]["spec"]["replicatedJobs"]] == [
+        "coordinator",
+        "worker",
+        "server",
+    ]
     for job in documents[3]["spec"]["replicatedJobs"]:
         as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, **job["template"]}
         validator.validate(as_job, "1.31", strict=True)
@@ -55,18 +62,75 @@ def test_the_join_key_is_in_the_secret_alone() -> None:
     assert key != of_kind(render(*KUBERNETES, *SCRIPT), "Secret")["stringData"]["join-key"]
 
 
-def test_pods_ask_for_what_their_workers_need_and_join_the_head() -> None:
-    head, hosts = of_kind(render(*KUBERNETES, "--resources", "worker:cpus=2,gpus=1", *SCRIPT), "JobSet")[
-        "spec"
-    ]["replicatedJobs"]
-    there = hosts["template"]["spec"]
-    container = there["template"]["spec"]["containers"][0]
-    assert (there["parallelism"], there["completions"]) == (2, 2)
-    assert container["resources"]["requests"] == {"cpu": "6", "nvidia.com/gpu": "3"}
-    assert container["command"][:3] == ["shoal", "join", "shoal://shoal-head-0-0.shoal:7070"]
-    run = head["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert run[-3:] == SCRIPT
-    assert run[run.index("--hosts") + 1] == "2"
+def services(*args: str) -> dict[str, dict[str, Any]]:
+    """Spec of the Job of each role."""
+    jobs = of_kind(render(*KUBERNETES, *args, *SCRIPT), "JobSet")["spec"]["replicatedJobs"]
+    return {job["name"]: job["template"]["spec"] for job in jobs}
+
+
+def container(job: dict[str, Any]) -> dict[str, Any]:
+    return dict(job["template"]["spec"]["containers"][0])
+
+
+def test_pods_ask_for_what_their_role_needs_and_join_the_coordinator() -> None:
+    jobs = services("--resources", "worker:cpus=2,gpus=1 server:cpus=3", "--strategy", "ps:async")
+    assert [(role, job["parallelism"], job["completions"]) for role, job in jobs.items()] == [
+        ("coordinator", 1, 1),
+        ("worker", 2, 2),
+        ("server", 1, 1),
+    ]
+    requests = {role: container(job)["resources"]["requests"] for role, job in jobs.items()}
+    assert requests["worker"] == {"cpu": "6", "nvidia.com/gpu": "3"}
+    assert requests["server"] == {"cpu": "3"}
+    for role in ("worker", "server"):
+        join = container(jobs[role])["command"]
+        assert join[:2] == ["shoal", role]
+        assert join[-2:] == ["--join", "shoal://shoal-coordinator-0-0.shoal:7070"]
+
+
+@pytest.mark.parametrize("more", [[], ["--strategy", "ps", "--servers", "2"]])
+def test_commands_of_pods_are_ones_that_shoal_takes(more: list[str]) -> None:
+    taken: list[dict[str, Any]] = []
+    for role, job in services(*more).items():
+        verb = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
+        command = [word.replace("$(POD_IP)", "10.1.2.3") for word in container(job)["command"][2:]]
+        with verb.make_context(role, command) as context:
+            taken.append(context.params)
+    coordinator = taken[0]
+    assert (coordinator["script"], coordinator["args"]) == (SCRIPT[0], SCRIPT[1:])
+    assert (coordinator["workers"], coordinator["worker_services"]) == (5, 2)
+    assert coordinator["bind"] == "10.1.2.3:7070"
+    assert {each["health"] for each in taken} == {"10.1.2.3:9090"}
+
+
+def test_every_role_is_probed_at_its_health_endpoint() -> None:
+    for job in services("--strategy", "ps").values():
+        pod = container(job)
+        assert {port["name"]: port["containerPort"] for port in pod["ports"]}["health"] == 9090
+        paths = [pod[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
+        assert paths == [{"path": path, "port": "health"} for path in ("/healthz", "/healthz", "/readyz")]
+
+
+def test_an_evicted_pod_is_replaced_and_has_time_to_save_but_a_coordinator_without_a_volume_ends_the_job() -> (
+    None
+):
+    for role, job in services().items():
+        assert job["template"]["spec"]["terminationGracePeriodSeconds"] > 60  # of --grace
+        action = job["podFailurePolicy"]["rules"][0]["action"]
+        assert (action, job["backoffLimit"] > 0) == (
+            ("FailJob", False) if role == "coordinator" else ("Ignore", True)
+        )
+    rules = services("--volume", "runs")["coordinator"]["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["Ignore", "FailJob"]
+    assert rules[1]["onExitCodes"]["values"] == [1, 2, 3]
+
+
+def test_metrics_are_read_from_the_namespace_that_was_named_alone() -> None:
+    policy = of_kind(render(*KUBERNETES, "--metrics-from", "monitoring", *SCRIPT), "NetworkPolicy")
+    ours, prometheus = policy["spec"]["ingress"]
+    assert "podSelector" in ours["from"][0]
+    assert prometheus["ports"] == [{"port": 9090, "protocol": "TCP"}]
+    assert len(of_kind(render(*KUBERNETES, *SCRIPT), "NetworkPolicy")["spec"]["ingress"]) == 1
 
 
 def test_a_trainjob_starts_shoal_under_its_torchrun() -> None:
@@ -112,6 +176,7 @@ def test_a_task_of_skypilot_has_a_head_and_hosts_that_join_it(cloud: str) -> Non
         (["kubernetes", "render", "train.py"], "the pods need an image"),
         ([*KUBERNETES, "--name", "My_Job", "train.py"], "cannot be a name of pods"),
         ([*KUBERNETES, "--hosts", "9", "train.py"], "5 workers cannot be on 9 hosts"),
+        ([*KUBERNETES, "--strategy", "ps", "--trainjob", "train.py"], "wants 1 server too"),
         (["cloud", "render", "--cloud", "azur", "train.py"], "there is no cloud 'azur'"),
     ],
 )

@@ -66,6 +66,22 @@ VERBS = {
     "join": VerbSpec(
         "hosts:join", "Join a job as one of its hosts: runs its processes here until the job is over."
     ),
+    "coordinator": VerbSpec(
+        "services:coordinator",
+        "Coordinate a job whose workers and servers are services.",
+        epilog="COORDINATOR_EXAMPLES",
+        ends_at_script=True,
+    ),
+    "worker": VerbSpec(
+        "services:worker",
+        "Run workers of a job, as a service: until the job is over, whatever becomes of its coordinator.",
+        epilog="WORKER_EXAMPLES",
+    ),
+    "server": VerbSpec(
+        "services:server",
+        "Run a parameter server of a job, as a service: until the job is over, whatever becomes of its coordinator.",
+        epilog="SERVER_EXAMPLES",
+    ),
     "resume": VerbSpec("resume:resume", "Go on with a run from its newest checkpoint."),
     "status": VerbSpec(
         "inspect.status:status",

@@ -192,12 +192,13 @@ class HostOptions(NamedTuple):  # a dataclass takes 3 ms longer to make, and `sh
 
 
 @functools.cache
-def takes_host_options() -> Decorator:
+def takes_host_options(without: tuple[str, ...] = ()) -> Decorator:
     """Give a verb these flags where its signature has `hosting`, which it is then called with."""
     kinds = get_type_hints(HostOptions, include_extras=True)
     flags = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
         for name, default in HostOptions._field_defaults.items()
+        if name not in without
     ]
     return takes_group("hosting", flags, HostOptions)
 

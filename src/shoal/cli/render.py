@@ -40,6 +40,16 @@ def kubernetes(
     args: Args = None,
     workers: Workers = 1,
     hosts: Hosts = 1,
+    servers: Annotated[
+        int | None,
+        typer.Option(
+            "--servers", metavar="N", min=1, help="Pods with a server.", show_default="1 with ps, else none"
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option("--strategy", metavar="STRATEGY", help="As for `shoal run`.", show_default="ddp"),
+    ] = None,
     image: Annotated[
         str, typer.Option("--image", metavar="IMAGE", help="With Python, shoal and the script.")
     ] = "",
@@ -52,12 +62,23 @@ def kubernetes(
             "--volume", metavar="CLAIM", help="Claim for the run directory.", show_default="the head's disk"
         ),
     ] = "",
+    metrics_from: Annotated[
+        str,
+        typer.Option(
+            "--metrics-from",
+            metavar="NAMESPACE",
+            help="Namespace of a Prometheus that may read the pods' /metrics.",
+            show_default="none",
+        ),
+    ] = "",
     trainjob: Annotated[
         bool, typer.Option("--trainjob", help="A Kubeflow TrainJob in place of the JobSet.")
     ] = False,
 ) -> None:
     """Write the manifests of a job to standard output: Secret, Service, NetworkPolicy and JobSet. The Secret holds a new join key."""
     from shoal.cluster.hosts.joining import new_join_key
+    from shoal.config.hosts import SERVER_RESOURCES, parse_resources
+    from shoal.config.launch import LaunchConfig
     from shoal.engines import kubernetes as manifests
 
     if not image:
@@ -66,6 +87,12 @@ def kubernetes(
             "and name it with --image."
         )
     _refuse(name, workers, hosts)
+    num_servers = LaunchConfig(script=script, workers=workers, strategy=strategy, servers=servers).num_servers
+    if num_servers and trainjob:
+        raise ConfigError(
+            f"a TrainJob is torchrun's world of equal processes, and --strategy {strategy} wants {num_servers} server{'s' if num_servers > 1 else ''} too. Nothing was "
+            "written; leave --trainjob out."
+        )
     job = manifests.KubernetesJob(
         name=name,
         image=image,
@@ -75,6 +102,10 @@ def kubernetes(
         num_workers=workers,
         num_hosts=hosts,
         resources=_of_host(resources, workers, hosts),
+        server_resources=parse_resources(resources).get("server_resources", SERVER_RESOURCES),
+        num_servers=num_servers,
+        strategy=strategy or "",
+        metrics_from=metrics_from,
         key=new_join_key(),
         volume=volume,
     )

@@ -19,6 +19,9 @@ from shoal.errors import ConfigError
 DEFAULT_PORT = 7070
 ETCD_PORT = 2379
 MAX_HOSTS = 1024
+WORKER, SERVER = "worker", "server"
+"""Roles of a service."""
+
 MAX_CONNECTIONS = 16
 """Of a worker to one server."""
 
@@ -77,6 +80,9 @@ class HostsConfig:
 
     head_takes_part: bool = True
     """The head runs workers and servers as host 0. An engine's job runs them in the engine's slots alone."""
+
+    roles: tuple[str, ...] = ()
+    """Role of each host where each is a service of one: "coordinator", "worker" or "server"; empty: hosts have both."""
 
     worker_resources: Resources = Resources()
     """Of each worker, where an engine gives the hosts."""
@@ -138,7 +144,9 @@ class HostsConfig:
         return self.num_hosts - (not self.head_takes_part)
 
     def resources(self, num_workers: int, num_servers: int) -> Resources:
-        """Resources of a host, for the fullest of them."""
+        """Resources of a host, for the fullest of them; of services, for the fullest that has workers."""
+        if self.roles:
+            return self.worker_resources * max(self.workers)
         workers = self.worker_resources * -(-num_workers // self.num_places)
         return workers + self.server_resources * -(-num_servers // self.num_places)
 
@@ -178,8 +186,15 @@ class HostsConfig:
         homes = {self.host_of(rank, num_workers) for rank in range(num_workers)}
         return replace(self, servers=tuple(int(host in homes) for host in range(self.num_hosts)))
 
+    def takes(self, host: int, role: str) -> bool:
+        """Whether processes of a role may run on a host."""
+        return not self.roles or self.roles[host] == role
+
     def host_of_server(self, number: int) -> int:
         """Host of a server; beyond those that were named, one after the other in turn."""
+        if self.roles:
+            services = [host for host, role in enumerate(self.roles) if role == SERVER]
+            return services[number % len(services)]
         left = number
         for host, count in enumerate(self.servers):
             if left < count:

@@ -1,10 +1,11 @@
 """Kubernetes: manifests of a job, and the engine inside it.
 
-`shoal kubernetes render` writes a JobSet with a pod for the head and one for
-each host, its Service, Secret and NetworkPolicy. The head runs with `--on
-kubernetes`: the pods join by themselves, and where one is evicted its Job starts
-another. The join key is in the Secret, from which the pods have it in their
-environment.
+`shoal kubernetes render` writes a JobSet with a Job for each role, whose pods
+are its services, and their Service, Secret and NetworkPolicy. Kubernetes probes
+the health endpoint of each; where a pod is evicted or stuck its Job starts
+another, which joins by itself. The join key is in the Secret, from which the
+pods have it in their environment. `--on kubernetes` is a head whose hosts run
+`shoal join` in pods of somebody else's making.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.config.hosts import DEFAULT_PORT, Resources
+from shoal.config.hosts import DEFAULT_PORT, SERVER, WORKER, Resources
 from shoal.engines.protocol import KEY_VARIABLE, Ticket
 
 SECRET_KEY = "join-key"
 BACKOFF_LIMIT = 1000
-"""Pods of hosts that may fail: each is a host that was lost, and the head says when it is enough."""
+"""Pods of a role that may fail: each is a service that was lost, and the coordinator says when it is enough."""
 
-GRACE_S = 60
-"""For workers to save when a pod is evicted."""
+GRACE_S = 75
+"""For workers to save when a pod is evicted: longer than --grace, 60 s, after which they are killed."""
+
+COORDINATOR = "coordinator"
+CONTAINER = "shoal"
+HEALTH_PORT = 9090
+COORDINATOR_RESOURCES = Resources(cpus=1, memory_gb=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +54,22 @@ class KubernetesJob:
     """In all pods together."""
 
     num_hosts: int
-    """Pods that run workers; the head's is one more."""
+    """Pods that run workers."""
 
     resources: Resources
-    """Of a host."""
+    """Of a pod with workers."""
+
+    server_resources: Resources
+    """Of a pod with a server."""
+
+    num_servers: int = 0
+    """Pods that run a server."""
+
+    strategy: str = ""
+    """Empty: that of `shoal coordinator`."""
+
+    metrics_from: str = ""
+    """Namespace whose pods may read the metrics; empty: none."""
 
     key: str
     """The join key, which goes into the Secret."""
@@ -86,9 +104,14 @@ class Kubernetes:
 
 def render(job: KubernetesJob) -> list[dict[str, Any]]:
     """Secret, Service, NetworkPolicy and JobSet, in the order in which they are applied."""
-    labels = {"app.kubernetes.io/name": "shoal", "app.kubernetes.io/instance": job.name}
+    labels = _labels(job)
     meta = {"name": job.name, "namespace": job.namespace, "labels": labels}
     ours = {"podSelector": {"matchLabels": labels}}
+    ingress: list[dict[str, Any]] = [{"from": [ours]}]
+    if job.metrics_from:
+        there = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": job.metrics_from}}}
+        ingress.append({"from": [there], "ports": [{"port": HEALTH_PORT, "protocol": "TCP"}]})
+    counts = {COORDINATOR: 1, WORKER: job.num_hosts, SERVER: job.num_servers}
     return [
         {
             "apiVersion": "v1",
@@ -103,7 +126,7 @@ def render(job: KubernetesJob) -> list[dict[str, Any]]:
             "metadata": meta,
             "spec": {
                 "clusterIP": "None",
-                "publishNotReadyAddresses": True,  # hosts look for the head before it is ready
+                "publishNotReadyAddresses": True,  # services look for the coordinator before it is ready
                 "selector": labels,
                 "ports": [{"name": "join", "port": DEFAULT_PORT, "protocol": "TCP"}],
             },
@@ -112,7 +135,7 @@ def render(job: KubernetesJob) -> list[dict[str, Any]]:
             "apiVersion": "networking.k8s.io/v1",
             "kind": "NetworkPolicy",
             "metadata": meta,
-            "spec": {**ours, "policyTypes": ["Ingress"], "ingress": [{"from": [ours]}]},
+            "spec": {**ours, "policyTypes": ["Ingress"], "ingress": ingress},
         },
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -120,11 +143,12 @@ def render(job: KubernetesJob) -> list[dict[str, Any]]:
             "metadata": meta,
             "spec": {
                 "network": {"enableDNSHostnames": True, "subdomain": job.name},
-                "successPolicy": {"operator": "All", "targetReplicatedJobs": ["head"]},
+                "successPolicy": {"operator": "All", "targetReplicatedJobs": [COORDINATOR]},
                 "failurePolicy": {"maxRestarts": 0},
                 "replicatedJobs": [
-                    {"name": "head", "replicas": 1, "template": {"spec": _job(job, labels, is_head=True)}},
-                    {"name": "hosts", "replicas": 1, "template": {"spec": _job(job, labels, is_head=False)}},
+                    {"name": role, "replicas": 1, "template": {"spec": _job(job, role, count)}}
+                    for role, count in counts.items()
+                    if count
                 ],
             },
         },
@@ -153,57 +177,84 @@ def render_trainjob(job: KubernetesJob) -> dict[str, Any]:
     }
 
 
-def _job(job: KubernetesJob, labels: Mapping[str, str], *, is_head: bool) -> dict[str, Any]:
-    head = f"{job.name}-head-0-0.{job.name}"
-    ip = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    if is_head:
-        command = ["shoal", "run", "--on", "kubernetes", "--bind", f"$(POD_IP):{DEFAULT_PORT}"]
-        command += ["--hosts", str(job.num_hosts), "-n", str(job.num_workers), "--name", job.name]
-        command += ["--run-dir", "/runs", job.script, *job.args]
-    else:
-        command = [
-            "shoal",
-            "join",
-            f"shoal://{head}:{DEFAULT_PORT}",
-            "--timeout",
-            "600",
-            "--run-dir",
-            "/runs",
-        ]
-    container: dict[str, Any] = {
-        "name": "shoal",
-        "image": job.image,
-        "command": command,
-        "env": [_key(job), ip],
-        "resources": _resources(Resources(cpus=1, memory_gb=2) if is_head else job.resources),
-        "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
-    }
-    if is_head:
-        container["ports"] = [{"name": "join", "containerPort": DEFAULT_PORT}]
-        container["readinessProbe"] = {"tcpSocket": {"port": DEFAULT_PORT}, "periodSeconds": 5}
+def _job(job: KubernetesJob, role: str, count: int) -> dict[str, Any]:
+    """Job of all services of a role: `count` pods, each of which is started again where it is lost."""
     runs = {"persistentVolumeClaim": {"claimName": job.volume}} if job.volume else {"emptyDir": {}}
+    labels = {**_labels(job), "app.kubernetes.io/component": role}
+    # Only a volume has what a coordinator left; without one another would begin anew, without a word.
+    may_return = role != COORDINATOR or bool(job.volume)
+    rules = [
+        {
+            "action": "Ignore" if may_return else "FailJob",  # an eviction is a death like any other
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        }
+    ]
+    if role == COORDINATOR:
+        failed = {"containerName": CONTAINER, "operator": "In", "values": [1, 2, 3]}
+        rules.append({"action": "FailJob", "onExitCodes": failed})  # the script's own failure is no bad luck
     return {
-        "parallelism": 1 if is_head else job.num_hosts,
-        "completions": 1 if is_head else job.num_hosts,
+        "parallelism": count,
+        "completions": count,
         "completionMode": "Indexed",
-        "backoffLimit": 0 if is_head else BACKOFF_LIMIT,
-        # An eviction is a host that was lost, not a failure of the job.
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-            ]
-        },
+        "backoffLimit": BACKOFF_LIMIT if may_return else 0,
+        "podFailurePolicy": {"rules": rules},
         "template": {
-            "metadata": {"labels": dict(labels)},
+            "metadata": {"labels": labels, **_scraped(job)},
             "spec": {
                 "restartPolicy": "Never",
                 "terminationGracePeriodSeconds": GRACE_S,
                 "automountServiceAccountToken": False,
-                "containers": [container],
+                "containers": [_container(job, role)],
                 "volumes": [{"name": "runs", **runs}],
             },
         },
     }
+
+
+def _container(job: KubernetesJob, role: str) -> dict[str, Any]:
+    command = ["shoal", role, "--health", f"$(POD_IP):{HEALTH_PORT}", "--run-dir", "/runs"]
+    ports = [{"name": "health", "containerPort": HEALTH_PORT}]
+    if role == COORDINATOR:
+        ports.append({"name": "join", "containerPort": DEFAULT_PORT})
+        command += ["--bind", f"$(POD_IP):{DEFAULT_PORT}", "--name", job.name, "-n", str(job.num_workers)]
+        command += ["--worker-services", str(job.num_hosts)]
+        command += ["--strategy", job.strategy] if job.strategy else []
+        command += ["--servers", str(job.num_servers)] if job.num_servers else []
+        command += [job.script, *job.args]
+    else:
+        command += ["--join", f"shoal://{job.name}-{COORDINATOR}-0-0.{job.name}:{DEFAULT_PORT}"]
+    resources = {COORDINATOR: COORDINATOR_RESOURCES, WORKER: job.resources, SERVER: job.server_resources}
+    return {
+        "name": CONTAINER,
+        "image": job.image,
+        "command": command,
+        "env": [
+            _key(job),
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        ],
+        "ports": ports,
+        "resources": _resources(resources[role]),
+        "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
+        "startupProbe": _probe("/healthz", periodSeconds=2, failureThreshold=60),
+        "livenessProbe": _probe("/healthz", periodSeconds=10, failureThreshold=3),
+        "readinessProbe": _probe("/readyz", periodSeconds=5, failureThreshold=1),
+    }
+
+
+def _probe(path: str, **often: int) -> dict[str, Any]:
+    return {"httpGet": {"path": path, "port": "health"}, "timeoutSeconds": 5, **often}
+
+
+def _labels(job: KubernetesJob) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "shoal", "app.kubernetes.io/instance": job.name}
+
+
+def _scraped(job: KubernetesJob) -> dict[str, Any]:
+    """Annotations by which a Prometheus that may reach the pods finds them."""
+    if not job.metrics_from:
+        return {}
+    said = {"scrape": "true", "port": str(HEALTH_PORT), "path": "/metrics"}
+    return {"annotations": {f"prometheus.io/{name}": value for name, value in said.items()}}
 
 
 def _key(job: KubernetesJob) -> dict[str, Any]:

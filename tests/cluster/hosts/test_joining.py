@@ -30,7 +30,12 @@ class Head:
     """A door on loopback, for hosts 1 and 2."""
 
     def __init__(
-        self, folder: Path, *, numbers: tuple[int, ...] = (1, 2), names: dict[int, str] | None = None
+        self,
+        folder: Path,
+        *,
+        numbers: tuple[int, ...] = (1, 2),
+        names: dict[int, str] | None = None,
+        services: tuple[str, ...] = (),
     ) -> None:
         self.script = folder / "train.py"
         self.script.write_text("print('hello')\n")
@@ -49,10 +54,10 @@ class Head:
             is_shipped=False,
         )
         files = FileService(self.run_dir, folder)
-        self.door = Door(listener, self.authority, KEY, facts, numbers, files, names or {})
+        self.door = Door(listener, self.authority, KEY, facts, numbers, files, names or {}, services)
 
-    def join(self, key: str = KEY, *, wants: int = -1) -> Admission:
-        return joining.join(self.address, key, timeout_s=10.0, wants=wants)
+    def join(self, key: str = KEY, *, wants: int = -1, role: str = "") -> Admission:
+        return joining.join(self.address, key, timeout_s=10.0, wants=wants, role=role)
 
 
 @pytest.fixture
@@ -109,6 +114,34 @@ def test_the_key_is_used_up_when_all_hosts_have_joined_and_serves_again_for_one_
     head.door.release(1)
     again = head.join()
     assert (again.number, again.credentials.incarnation) == (1, 1)
+
+
+def test_services_of_one_machine_are_given_numbers_of_their_role_until_all_have_joined(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = open_head(numbers=(1, 2, 3), services=("coordinator", "worker", "worker", "server"))
+    pids = iter(range(100, 200))
+    monkeypatch.setattr(joining.os, "getpid", lambda: next(pids))
+    assert [head.join(role=role).number for role in ("server", "worker", "worker")] == [3, 1, 2]
+    monkeypatch.setattr(joining, "SEAT_TIMEOUT_S", 0.1)
+    with pytest.raises(HostNotAdmitted, match="all 2 worker services of this job have joined"):
+        head.join(role="worker")
+    head.door.release(2)
+    assert head.join(role="worker").number == 2
+
+
+@pytest.mark.parametrize(
+    ("services", "role", "why"),
+    [
+        ((), "worker", "was started by `shoal run`.*join it with `shoal join`"),
+        (("coordinator", "worker", "worker"), "server", "this job has no servers"),
+    ],
+)
+def test_a_service_that_the_job_does_not_have_is_refused(
+    open_head: Callable[..., Head], services: tuple[str, ...], role: str, why: str
+) -> None:
+    with pytest.raises(HostNotAdmitted, match=why):
+        open_head(services=services).join(role=role)
 
 
 def test_a_host_that_joins_twice_is_refused(open_head: Callable[..., Head]) -> None:

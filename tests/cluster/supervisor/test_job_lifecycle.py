@@ -33,6 +33,7 @@ from shoal.cluster.supervisor.job_lifecycle import (
     ServerExited,
     ServerStarted,
     ServerSuspected,
+    ServerUnplaced,
     StateLost,
     StuckAtExit,
     WorkerCaughtUp,
@@ -671,6 +672,30 @@ def test_a_job_of_which_no_worker_has_a_host_ends_at_its_deadline_too() -> None:
         job.handle(WorkerUnplaced(rank, 1), 10.0)
     job.handle(ClockTick(), 70.0)
     assert (job.phase, job.cause) == (JobPhase.ENDED, HostMissing((0, 1), 60.0, LOST))
+
+
+def test_a_server_without_its_service_ends_the_job_at_its_deadline_unless_it_comes() -> None:
+    job = running(2, RestartConfig(max_restarts=2, host_timeout_s=60.0))
+    job.handle(ServerStarted(0), 0.0)
+    job.handle(ServerExited(0, -9, lost_with=LOST), 10.0)
+    assert job.handle(ServerUnplaced(0, 1), 10.0) == []
+    assert job.deadline == 70.0
+    job.handle(ServerStarted(0, 1), 60.0)
+    assert job.deadline is None
+    job.handle(ServerExited(0, -9, lost_with=LOST), 80.0)
+    job.handle(ServerUnplaced(0, 2), 80.0)
+    job.handle(ClockTick(), 140.0)
+    assert (job.cause, job.exit_code) == (HostMissing((), 60.0, LOST, servers=(0,)), 3)
+
+
+def test_a_server_that_waits_for_its_service_is_started_anew_with_all_others() -> None:
+    job = running(2, RestartConfig(max_restarts=2))
+    job.handle(ServerStarted(0), 0.0)
+    job.handle(ServerExited(0, -9, lost_with=LOST), 10.0)
+    job.handle(ServerUnplaced(0, 1), 10.0)
+    assert KillWorkers((0, 1)) in job.handle(StateLost((0,)), 10.1)
+    job.handle(WorkerExited(0, -9), 10.2)
+    assert job.handle(WorkerExited(1, -9), 10.3) == [RestartAll({0: 1, 1: 1}, {0: 1})]
 
 
 def test_asked_to_leave_while_a_rank_has_no_host_all_go_at_once() -> None:

@@ -186,18 +186,22 @@ class Calls:
     @property
     def record(self) -> list[tuple[str, str] | None]:
         """Granted calls in order: (kind, detail) each, None for the end of the script."""
-        return [wish.call for wish in self._record]
+        return self.granted_since(0)
+
+    def granted_since(self, num_known: int) -> list[tuple[str, str] | None]:
+        """The record without its first `num_known` calls."""
+        return [wish.call for wish in self._record[num_known:]]
 
     @property
     def deadline(self) -> float | None:
         """Time of the next Tick that has an effect."""
         if not self._waiting:
             return None
-        since = min(waiter.since for waiter in self._waiting.values())
         if self._membership is None:
-            return since + self.timeout_s
-        return min(
-            self._membership.due(rank, since=since, timeout_s=self.timeout_s) for rank in self._missing()
+            return self._since + self.timeout_s
+        at_least = self.num_workers - len(self._waiting)
+        return self._membership.first_due(
+            self._missing, at_least, since=self._since, timeout_s=self.timeout_s
         )
 
     def handle(self, event: Event) -> list[Action]:
@@ -250,8 +254,9 @@ class Calls:
             self._move(CallPhase.GATHERING)
         since = self._waiting[rank].since if rank in self._waiting else at
         self._waiting[rank] = _CallWaiter(wish, since)
-        wishes = {waiter.wish for waiter in self._waiting.values()}
-        if len(wishes) > 1 or wish.number != len(self._record) + 1:
+        # All that wait here agree, else they would have been refused: any of the others speaks for them.
+        theirs = next((each.wish for other, each in self._waiting.items() if other != rank), wish)
+        if wish != theirs or wish.number != len(self._record) + 1:
             return self._refuse_all()
         return self._grant_all(wish) if len(self._waiting) == self.num_workers else []
 
@@ -276,7 +281,7 @@ class Calls:
         return [replace(self._refused, rank=rank, calls=dict(calls)) for rank in calls]
 
     def _suspect(self, membership: Membership, at: float) -> list[Action]:
-        since = min(waiter.since for waiter in self._waiting.values())
+        since = self._since
         operation = next(iter(self._waiting.values())).wish.operation
         actions: list[Action] = []
         for rank in self._missing():
@@ -285,6 +290,11 @@ class Calls:
                 why = f"the others waited {at - since:.1f} s for {self._describe(rank)} at {operation}"
                 actions.append(ReportSuspect(late, why, at - since))
         return actions
+
+    @property
+    def _since(self) -> float:
+        """Start of the longest wait: the first of them, since they are kept in the order in which they came."""
+        return next(iter(self._waiting.values())).since
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self.num_workers) if rank not in self._waiting]

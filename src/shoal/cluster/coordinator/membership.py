@@ -8,6 +8,7 @@ lasted too long for those that wait, and whether it has an excuse.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,6 +123,17 @@ class Membership:
     def due(self, rank: int, *, since: float, timeout_s: float) -> float:
         """Time at which those that wait for `rank` since `since` may report it, for the first time or again."""
         return max(since, self.not_before, self._asked_at.get(rank, -math.inf)) + timeout_s
+
+    def first_due(
+        self, missing: Callable[[], list[int]], at_least: int, *, since: float, timeout_s: float
+    ) -> float:
+        """Time of the first `due` among ranks that are missing, of which there are at least so many.
+
+        They are looked at one by one only where each of them may have been reported before: thousands wait for few.
+        """
+        if at_least > len(self._asked_at):
+            return max(since, self.not_before) + timeout_s
+        return min(self.due(rank, since=since, timeout_s=timeout_s) for rank in missing())
 
     def late(
         self, rank: int, *, since: float, timeout_s: float, now: float, may_be_busy: bool = False

@@ -92,6 +92,8 @@ class Coordinator:
         self._coordination = Coordination(config, journaled, now=time.monotonic())
         self._due: deque[Action] = deque()  # decided in this turn, not yet done
         self._connections: dict[int, _ClientConnection] = {}
+        self._strangers: deque[_ClientConnection] = deque()  # in the order in which they came
+        self._encoded: tuple[Message | None, bytes] = (None, b"")  # said last: a view is told to thousands
         self._num_accepted = 0
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_connections = (1 << 20 if num_files == resource.RLIM_INFINITY else num_files) - 32
@@ -164,6 +166,7 @@ class Coordinator:
         self._num_accepted += 1
         connection = _ClientConnection(self._num_accepted, sock, time.monotonic(), is_remote=is_remote)
         self._connections[connection.number] = connection
+        self._strangers.append(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._coordination.connected(
             connection.number, is_supervisor=bool(pid) and pid == self._supervisor, pid=pid
@@ -197,7 +200,9 @@ class Coordinator:
         if connection is None:
             return
         try:
-            connection.unsent += b"".join(encode(message))
+            if self._encoded[0] is not message:
+                self._encoded = (message, b"".join(encode(message)))
+            connection.unsent += self._encoded[1]
         except WireError as error:
             connection.unsent += b"".join(encode(StoreRefused(f"the answer is too large: {error.problem}")))
         try:
@@ -251,7 +256,8 @@ class Coordinator:
 
     def _wait_s(self) -> float | None:
         """Time until the next deadline."""
-        deadlines = [each.since + self._config.liveness.join_timeout_s for each in self._strangers()]
+        stranger = self._oldest_stranger()
+        deadlines = [] if stranger is None else [stranger.since + self._config.liveness.join_timeout_s]
         if self._coordination.deadline is not None:
             deadlines.append(self._coordination.deadline)
         if not deadlines:
@@ -261,17 +267,19 @@ class Coordinator:
     def _tick(self) -> None:
         now = time.monotonic()
         self._due += self._coordination.tick(now)
-        for each in self._strangers():
-            if now >= each.since + self._config.liveness.join_timeout_s:
-                self._count_refusal(f"it was connected for {now - each.since:.0f} s and never joined")
-                self._drop(each)
+        timeout_s = self._config.liveness.join_timeout_s
+        while (each := self._oldest_stranger()) is not None and now >= each.since + timeout_s:
+            self._count_refusal(f"it was connected for {now - each.since:.0f} s and never joined")
+            self._drop(each)
 
-    def _strangers(self) -> list[_ClientConnection]:
-        return [
-            each
-            for each in self._connections.values()
-            if not self._coordination.has_introduced_itself(each.number)
-        ]
+    def _oldest_stranger(self) -> _ClientConnection | None:
+        """The connection that has not said for longest who it is. Those that have since are let go of on the way."""
+        while self._strangers:
+            each = self._strangers[0]
+            if each.number in self._connections and not self._coordination.has_introduced_itself(each.number):
+                return each
+            self._strangers.popleft()
+        return None
 
 
 def _check_speaker(identity: Identity, message: Message) -> None:

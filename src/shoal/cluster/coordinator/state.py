@@ -96,6 +96,9 @@ class Coordination:
         """`journaled` is what the journal holds where another coordinator was killed."""
         journaled = journaled or JournalState()
         self._clients: dict[int, _Client] = {}
+        self._by_rank: dict[int, list[int]] = {}  # clients that joined as it
+        self._by_pid: dict[int, list[int]] = {}
+        self._watchers: list[int] = []
         self._callers: dict[int, int] = {}  # rank -> the client on which it makes its calls
         self._enterers: dict[int, int] = {}  # rank -> the client on which it entered a view
         self._suspects: dict[int, Suspect] = {}
@@ -145,6 +148,8 @@ class Coordination:
     def connected(self, client: int, *, is_supervisor: bool = False, pid: int = 0) -> None:
         """A client has connected. The kernel tells whether it is the supervisor, and its process."""
         self._clients[client] = _Client(is_supervisor, pid)
+        if pid:
+            self._by_pid.setdefault(pid, []).append(client)
 
     def has_introduced_itself(self, client: int) -> bool:
         me = self._clients.get(client)
@@ -205,6 +210,13 @@ class Coordination:
         me = self._clients.pop(client, None)
         if me is None:
             return []
+        for index, key in ((self._by_rank, me.rank), (self._by_pid, me.pid)):
+            if client in (clients := index.get(key, [])):
+                clients.remove(client)
+                if not clients:
+                    del index[key]
+        if me.is_watching:
+            self._watchers.remove(client)
         self._store.handle(store_table.StoreClientGone(client))
         served = self._about_servers(self._servers.gone(client))
         if self._callers.get(me.rank) == client:
@@ -247,12 +259,13 @@ class Coordination:
         if reason is not None:
             return [self._answer(client, JoinRefused(reason)), DropClient(client, reason)]
         me.rank, me.incarnation = join.rank, join.incarnation
+        self._by_rank.setdefault(join.rank, []).append(client)
         if known is not None and known.incarnation == join.incarnation:
             return [self._answer(client, Joined(self._membership.view))]
         self._calls.handle(calls.RankConnected(join.rank))
         return [
             Persist(join),
-            *self._drop_fenced(),
+            *self._drop_fenced(join.rank),
             self._answer(client, Joined(self._membership.view)),
             *self._about_servers(self._servers.rank_joined(join.rank, join.incarnation)),
         ]
@@ -263,8 +276,9 @@ class Coordination:
             return None
         if pid != me.pid:
             return f"it says it is process {pid}, and is process {me.pid}"
-        for other, each in self._clients.items():
-            if other != client and each.pid == pid:
+        for other in self._by_pid[pid]:
+            if other != client:
+                each = self._clients[other]
                 number = self._servers.number_of(other)
                 known = (
                     f"rank {each.rank}"
@@ -285,7 +299,7 @@ class Coordination:
                 if not self._membership.reaped(rank, incarnation, code, now):
                     return []
                 freed = self._about_servers(self._servers.rank_dead(rank, incarnation, now))
-                return [Persist(message), *self._drop_fenced(), *freed]
+                return [Persist(message), *self._drop_fenced(rank), *freed]
             case Saved():
                 return [Persist(message)]
             case Noted(serial=serial):
@@ -294,18 +308,20 @@ class Coordination:
             case ReapedServer() | ScaleServers():
                 return self._about_servers(self._servers.hear_supervisor(client, message, now))
         news = () if me.is_watching else self._servers.news_for_watcher()
+        if not me.is_watching:
+            self._watchers.append(client)
         me.is_watching = True
         said = (Watching(self._membership.view, self._num_noted), *self._suspects.values(), *news)
         return [Answer(client, each) for each in said]
 
-    def _drop_fenced(self) -> list[Action]:
+    def _drop_fenced(self, rank: int) -> list[Action]:
         fenced = [
             client
-            for client, each in self._clients.items()
-            if each.rank >= 0 and self._membership.is_fenced(each.rank, each.incarnation)
+            for client in self._by_rank.get(rank, ())
+            if self._membership.is_fenced(rank, self._clients[client].incarnation)
         ]
-        for rank in [rank for rank, each in self._suspects.items() if self._is_settled(each)]:
-            del self._suspects[rank]
+        for settled in [other for other, each in self._suspects.items() if self._is_settled(each)]:
+            del self._suspects[settled]
         return [action for client in fenced for action in (DropClient(client), *self.gone(client))]
 
     def _is_settled(self, suspect: Suspect) -> bool:
@@ -314,11 +330,11 @@ class Coordination:
     # ---- what the parts decided -----------------------------------------------------------------
 
     def _about_calls(self, decided: list[calls.Action]) -> list[Action]:
-        record, first_new = self._calls.record, self._num_remembered
+        granted = self._calls.granted_since(self._num_remembered)
         actions: list[Action] = [
-            Persist(Granted(number, call)) for number, call in enumerate(record[first_new:], first_new + 1)
+            Persist(Granted(number, call)) for number, call in enumerate(granted, self._num_remembered + 1)
         ]
-        self._num_remembered = len(record)
+        self._num_remembered += len(granted)
         for each in decided:
             match each:
                 case calls.GrantCall(rank, number):
@@ -423,7 +439,7 @@ class Coordination:
         return self._answer(self._enterers.get(rank, 0), message)
 
     def _to_watchers(self, message: Message) -> list[Action]:
-        return [Answer(client, message) for client, each in self._clients.items() if each.is_watching]
+        return [Answer(client, message) for client in self._watchers]
 
 
 def _entered(message: EnterView, now: float) -> views.ViewEntered:

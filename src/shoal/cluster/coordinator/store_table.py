@@ -7,6 +7,7 @@ with it, and a reader that still waits for one is told so at once.
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ Event: TypeAlias = StoreAsked | StoreClientGone | Tick | ViewClosed
 
 
 class _StoreWaiter(NamedTuple):
+    number: int  # in the order in which they came
     request: StoreGet | StoreWait
     since: float
 
@@ -117,13 +119,25 @@ class StoreTable:
         self.answers = dict(answers or {})  # by client: its newest request that must not be done twice
         self._closed_view = 0
         self._waiting: dict[int, _StoreWaiter] = {}
+        self._num_waited = 0
+        self._wanted: dict[
+            str, set[int]
+        ] = {}  # key that is missing -> clients that wait for it, and maybe for others too
+        self._deadlines: list[
+            tuple[float, int, int]
+        ] = []  # heap of deadline, number and client, of some that are gone too
         self._changed_keys: set[str] = set()
         self._changed_answers: set[int] = set()
 
     @property
     def deadline(self) -> float | None:
         """Time of the next Tick that has an effect."""
-        return min((waiter.deadline for waiter in self._waiting.values()), default=None)
+        while self._deadlines:
+            at, number, client = self._deadlines[0]
+            if client in self._waiting and self._waiting[client].number == number:
+                return at
+            heapq.heappop(self._deadlines)
+        return None
 
     def handle(self, event: Event) -> list[Answer]:
         """Apply one event; return what must now be answered, in order."""
@@ -131,21 +145,30 @@ class StoreTable:
             case StoreAsked(client, request) if view := self._view_over(request):
                 return [Answer(client, _over(view))]
             case StoreAsked(client, StoreGet() | StoreWait() as request, at):
-                self._waiting[client] = _StoreWaiter(request, at)
-                return self._wake(client)
+                self._num_waited += 1
+                waiter = self._waiting[client] = _StoreWaiter(self._num_waited, request, at)
+                woken = self._wake({client})
+                if not woken:
+                    heapq.heappush(self._deadlines, (waiter.deadline, waiter.number, client))
+                return woken
             case StoreAsked(client, request, _):
-                return [Answer(client, self._apply_once(request)), *self._wake(*self._waiting)]
+                return [Answer(client, self._apply_once(request)), *self._wake_by(request)]
+            case ViewClosed(view) if view <= self._closed_view:
+                return []
             case ViewClosed(view):
-                self._closed_view = max(self._closed_view, view)
+                self._closed_view = view
                 for key in [key for key in self.values if self._is_over(key)]:
                     self._forget(key)
                     self._changed_keys.add(key)
+                self._wanted = {key: each for key, each in self._wanted.items() if not self._is_over(key)}
                 woken = [client for client, each in self._waiting.items() if self._view_over(each.request)]
                 return [Answer(client, _over(view)) for client in woken if self._waiting.pop(client)]
             case StoreClientGone(client):
                 self._waiting.pop(client, None)
                 return []
             case Tick(at):
+                if (deadline := self.deadline) is None or at < deadline:
+                    return []
                 late = [client for client, waiter in self._waiting.items() if at >= waiter.deadline]
                 return [Answer(client, self._expired(self._waiting.pop(client), at)) for client in late]
 
@@ -262,8 +285,29 @@ class StoreTable:
             case StoreWait():
                 return StoreDone()
 
-    def _wake(self, *clients: int) -> list[Answer]:
-        ready = [client for client in clients if not self._missing(self._waiting[client].request.keys)]
+    def _wake_by(self, request: Request) -> list[Answer]:
+        """Answer those that waited for a key that this request may have set."""
+        match request:
+            case StoreSet(values):
+                keys: Iterable[str] = values
+            case StoreAdd(key) | StoreAppend(key) | StoreCompareSet(key):
+                keys = (key,)
+            case _:
+                return []
+        return self._wake({client for key in keys for client in self._wanted.pop(key, ())})
+
+    def _wake(self, clients: set[int]) -> list[Answer]:
+        """Answer those of these clients that have all their keys; the others wait for the next one that is missing."""
+        ready: list[int] = []
+        for client in clients & self._waiting.keys():
+            missing = next(
+                (key for key in self._waiting[client].request.keys if key not in self.values), None
+            )
+            if missing is None:
+                ready.append(client)
+            else:
+                self._wanted.setdefault(missing, set()).add(client)
+        ready.sort(key=lambda client: self._waiting[client].number)
         return [Answer(client, self._apply(self._waiting.pop(client).request)) for client in ready]
 
     def _missing(self, keys: Sequence[str]) -> list[str]:

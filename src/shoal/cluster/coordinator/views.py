@@ -117,6 +117,7 @@ class Views:
         self._membership, self._timeout_s, self._can_recover = membership, timeout_s, can_recover
         self._formed = formed or FormView(0, -1, -1, 0, (), ())
         self._waiting: dict[int, ViewEntered] = {}
+        self._waiting_since: float | None = None  # the longest wait of these, where it is known
         self._refused = ""
         self._gave_up: tuple[str, ...] = ()
 
@@ -133,9 +134,9 @@ class Views:
         """Time of the next Tick that has an effect."""
         if not self.is_gathering:
             return None
-        since = self._since()
-        return min(
-            self._membership.due(rank, since=since, timeout_s=self._timeout_s) for rank in self._missing()
+        at_least = self._membership.num_workers - len(self._waiting)
+        return self._membership.first_due(
+            self._missing, at_least, since=self._since(), timeout_s=self._timeout_s
         )
 
     def handle(self, event: Event) -> list[Action]:
@@ -147,6 +148,7 @@ class Views:
                 waiter = self._waiting.get(rank)
                 if waiter is not None and waiter.incarnation == incarnation:
                     del self._waiting[rank]
+                    self._waiting_since = None
                     if not self._waiting:
                         self._move(ViewPhase.FORMED)
                 return []
@@ -171,6 +173,10 @@ class Views:
         if before is not None and before.incarnation == entered.incarnation:
             entered = replace(entered, at=before.at)  # asked again: it waits since it first did
         self._waiting[rank] = entered
+        since = self._waiting_since
+        self._waiting_since = None if since is None or before else min(since, self._since_of(entered))
+        if len(self._waiting) < self._membership.num_workers:
+            return []  # all ranks are looked at only when the last one has come
         return [] if self._missing() else self._form()
 
     def _why_not(self, entered: ViewEntered) -> str | None:
@@ -203,7 +209,7 @@ class Views:
                 f"the ranks that left view {self.view} are more than one exchange apart ({told} finished), "
                 "so none of them has what the others lack"
             )
-            self._waiting.clear()
+            self._clear()
             self._move(ViewPhase.REFUSED)
             return [RefuseEntry(rank, self._refused) for rank in waiting]
         most = max(finished, default=-1)
@@ -216,7 +222,7 @@ class Views:
             incarnations=tuple(each.incarnation for each in waiting.values()),
             ranks=tuple(waiting),
         )
-        self._waiting.clear()
+        self._clear()
         self._move(ViewPhase.FORMED)
         return [self._formed]
 
@@ -243,9 +249,13 @@ class Views:
         described = tuple(self._describe(rank) for rank in missing)
         waiters = sorted(self._waiting.items())
         self._gave_up = tuple(f"rank {rank} (gave up after {at - each.at:.1f} s)" for rank, each in waiters)
-        self._waiting.clear()
+        self._clear()
         self._move(ViewPhase.EXPIRED)
         return [ExpireWait(rank, self._operation, at - each.at, described) for rank, each in waiters]
+
+    def _clear(self) -> None:
+        self._waiting.clear()
+        self._waiting_since = None
 
     def _missing(self) -> list[int]:
         """Ranks whose newest incarnation does not wait here."""
@@ -257,8 +267,12 @@ class Views:
 
     def _since(self) -> float:
         """Start of the longest wait. Time spent in a broken exchange counts, up to a margin for the others to arrive."""
-        most_s = max(0.0, self._timeout_s - MIN_ARRIVAL_S)
-        return min(each.at - min(each.waited_s, most_s) for each in self._waiting.values())
+        if self._waiting_since is None:
+            self._waiting_since = min(self._since_of(each) for each in self._waiting.values())
+        return self._waiting_since
+
+    def _since_of(self, waiter: ViewEntered) -> float:
+        return waiter.at - min(waiter.waited_s, max(0.0, self._timeout_s - MIN_ARRIVAL_S))
 
     @property
     def _where(self) -> str:

@@ -32,6 +32,7 @@ from shoal.cluster.supervisor.worker_handle import MAX_STATUS_BYTES, is_stopped
 from shoal.cluster.worker import process as worker_process
 from shoal.config.launch import RunConfig
 from shoal.errors import ClusterError, ShoalError, WireError
+from shoal.runtime.health import Health
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.framing import Decoder, encode, read_message, send_message
 from shoal.runtime.transport.messages.hosts import (
@@ -106,11 +107,15 @@ class HostAgent:
         run_dir: Path,
         folder: Path | None,
         copy: RunCopy | None = None,
+        role: str = "",
+        health: Health | None = None,
     ) -> None:
         """`folder`: the copy of the script's folder; None: it is at the same path as on the head.
 
-        `copy`: of the run directory; None: it is the head's own.
+        `copy`: of the run directory; None: it is the head's own. `role`: the only one that may run here, of a service;
+        `health` is told of every turn.
         """
+        self._role, self._health = role, health or Health(role or "host")
         self._admission, self._head, self._warm = admission, head, warm
         self._copy, self._has_news, self._is_over = copy, threading.Event(), False
         self._run_dir, self._folder = run_dir, folder
@@ -124,6 +129,7 @@ class HostAgent:
         self._start: AgentStart
         self._heard_at = self._beat_at = 0.0
         self._has_listened = self.is_leaving = False
+        self.leaving_code = 0  # of the signal by which this host was asked to leave
         self._ending: EndAgent | None = None
         self.reason = ""
         self.is_head_lost = False
@@ -179,11 +185,16 @@ class HostAgent:
     def _listen(self) -> None:
         """Say that this host can fork, and where its servers will be reached."""
         self._has_listened = True
+        self._health.waits_for = ""
         ports = {server: seat.tcp.getsockname()[1] for server, seat in self._servers.items()}
         self._say(AgentListens(self._admission.advertised, ports))
 
     def _turn(self, inbox: SignalInbox) -> None:
         now = time.monotonic()
+        self._health.beat(
+            shoal_service_joins=self._admission.credentials.incarnation + 1,
+            shoal_service_coordinator_silent_seconds=round(now - self._heard_at, 3),
+        )
         if not self._has_listened:
             self._warm.seconds_to_start()
         if now >= self._heard_at + self._start.dead_after_s:
@@ -289,6 +300,7 @@ class HostAgent:
 
     def _asked(self, signum: signal.Signals) -> None:
         """Leave the job as by `shoal leave`; asked again, at once."""
+        self.leaving_code = 128 + signum
         if self.is_leaving or not self._has_listened:
             self._leave(128 + signum, f"it was stopped by {signum.name}")
             return
@@ -359,6 +371,10 @@ class HostAgent:
             if command.server >= 0:
                 seat = self._servers[command.server]
                 fds.update(listener=seat.listener.fileno(), tcp_listener=seat.tcp.fileno())
+            if self._role and command.role != self._role:
+                raise ClusterError(
+                    f"a {self._role} service was asked for a {command.role}, which it does not run."
+                )
             spec = self._localised(command)
             pid = self._warm.fork(command.role, title=command.title, spec=spec, fds=fds)
         except (ClusterError, OSError, KeyError, msgspec.MsgspecError) as error:
@@ -376,6 +392,7 @@ class HostAgent:
                 their_status.close()
         child = _Child(command.serial, pid, pipes, status, dict.fromkeys(command.outputs, CREDIT_BYTES))
         self._children[child.serial] = self._by_pid[pid] = child
+        self._health.processes = {**self._health.processes, _name(command.title): pid}
         for fd in pipes:
             self._selector.register(fd, selectors.EVENT_READ, _Reader(child, fd))
         if status is not None:
@@ -444,6 +461,7 @@ class HostAgent:
         if child is None:
             return
         del self._children[child.serial]
+        self._health.processes = {name: each for name, each in self._health.processes.items() if each != pid}
         # Its last words first; what nobody reads is bounded by what a pipe holds.
         if child.status is not None:
             with contextlib.suppress(OSError):
@@ -468,6 +486,8 @@ class HostAgent:
     def _close(self) -> None:
         """End every process of the job on this host."""
         self._is_over = True
+        self._health.waits_for, self._health.processes = "it is not part of a job", {}
+        self._health.rests()
         self._has_news.set()
         self._warm.close()
         if hasattr(self, "_stream"):
@@ -498,6 +518,11 @@ def _places(script: str, cwd: str, folder: Path | None) -> tuple[str, str]:
         script = str(folder / os.path.basename(script))
         cwd = str(folder if below.startswith("..") else folder / below)
     return script, cwd if os.path.isdir(cwd) else os.path.dirname(script)
+
+
+def _name(title: str) -> str:
+    """Name of a process by its title: `shoal worker 1 [click]` is worker-1."""
+    return "-".join(title.split()[1:3])
 
 
 def _reads_saved(command: ForkChild) -> bool:

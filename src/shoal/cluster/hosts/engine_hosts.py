@@ -1,4 +1,4 @@
-"""Hosts that an engine gives: the head listens where its slots reach it, and runs none of the workers."""
+"""Hosts of a head that has no workers: slots that an engine gives, or services of one role that are started by others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 from shoal.cluster.hosts.placement import spread
-from shoal.config.hosts import HostsConfig, parse_bind, parse_resources
+from shoal.config.hosts import DEFAULT_PORT, SERVER, WORKER, HostsConfig, parse_bind, parse_resources
 from shoal.engines import registry
 from shoal.errors import ConfigError
 
@@ -42,6 +42,38 @@ def engine_hosts(
         head_takes_part=False,
         workers=spread(num_workers, slots, num_slots + 1),
         **said,
+        **options,
+    )
+
+
+def service_hosts(
+    *,
+    num_workers: int,
+    num_servers: int,
+    num_worker_services: int | None = None,
+    bind: str | None = None,
+    resources: str = "",
+    **options: Any,
+) -> HostsConfig:
+    """HostsConfig of a coordinator whose workers and servers are services: one for each, or fewer for the workers."""
+    num_services = num_workers if num_worker_services is None else num_worker_services
+    if not 1 <= num_services <= num_workers:
+        raise ConfigError(
+            f"{num_workers} worker{'s' if num_workers > 1 else ''} cannot be in {num_services} services: each needs one. Nothing was "
+            f"started; give -n {max(1, num_services)} or more, or a smaller --hosts."
+        )
+    address, port = parse_bind(bind) if bind is not None else (own_address(), DEFAULT_PORT)
+    num_hosts = 1 + num_services + num_servers
+    return HostsConfig(
+        on="join",
+        num_hosts=num_hosts,
+        head_takes_part=False,
+        roles=("coordinator", *(WORKER,) * num_services, *(SERVER,) * num_servers),
+        workers=spread(num_workers, dict.fromkeys(range(1, num_services + 1), 1), num_hosts),
+        servers=(*(0,) * (1 + num_services), *(1,) * num_servers),
+        bind=address,
+        port=port,
+        **parse_resources(resources),
         **options,
     )
 

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shoal.cluster.hosts import placement
 from shoal.cluster.hosts.remote_host import RemoteHost
 from shoal.cluster.supervisor.warm_parent import WarmParent
-from shoal.config.hosts import HostsConfig
+from shoal.config.hosts import SERVER, WORKER, HostsConfig
 from shoal.config.launch import HostFacts
 from shoal.config.liveness import LivenessConfig
 from shoal.engines.protocol import words_of
 from shoal.errors import ClusterError, WaitTimedOut
 from shoal.runtime.forkserver.messages import ChildExited
+from shoal.runtime.health import BEAT_EVERY_S, Health
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.tls import Credentials
 
@@ -126,9 +127,10 @@ class Hosts:
         server_numbers: Sequence[int],
         liveness: LivenessConfig,
         headship: Headship | None = None,
+        health: Health | None = None,
     ) -> None:
-        """`headship` is this process's, where another host may take over."""
-        self.local, self.cluster, self.headship = warm, cluster, headship
+        """`headship` is this process's, where another host may take over; `health` is told of every turn."""
+        self.local, self.cluster, self.headship, self._health = warm, cluster, headship, health
         self._liveness, self._num_workers = liveness, num_workers
         self._server_numbers = list(server_numbers)
         self._remote: dict[int, RemoteHost] = {}
@@ -345,6 +347,13 @@ class Hosts:
         if self._replacing:
             self._replace_again()
             waits.append(REPLACE_EVERY_S)
+        if self._health is not None:
+            self._health.waits_for = ""  # hosts are admitted from here on
+            num_missing = len(self.missing)
+            self._health.beat(
+                shoal_hosts_joined=self.num_hosts - 1 - num_missing, shoal_hosts_missing=num_missing
+            )
+            waits.append(BEAT_EVERY_S)
         return min(waits, default=None)
 
     def _replace_again(self) -> None:
@@ -391,6 +400,8 @@ class Hosts:
         """Ask the engine for another slot in place of one that was lost; what came of it, in words."""
         if self.cluster is None or self.cluster.engine is None or self.cluster.slot is None:
             return ""
+        if self.cluster.config.roles:
+            return ""  # whoever supervises a service starts it again
         self._replacing[number], self._replaced_at = 1, time.monotonic()
         is_idle = self._asking is None or self._asking.done()
         self._asking = self._engine_calls.submit(self._start_another, number)
@@ -427,7 +438,7 @@ class Hosts:
             joined.incarnation,
             joined.stream,
             address=joined.address,
-            servers=self._server_numbers,
+            servers=self._server_numbers if self.cluster.config.takes(joined.number, SERVER) else [],
             liveness=self._liveness,
             selector=self._selector,
         )
@@ -456,11 +467,7 @@ class Hosts:
         """Host for a worker; None where it has to wait for one. `taken` are the hosts of the workers that live."""
         if self.cluster is None:
             return HEAD
-        rooms = {
-            number: self._num_cores(number) - taken.count(number)
-            for number in self._places
-            if self.is_here(number)
-        }
+        rooms = {number: room - taken.count(number) for number, room in self.cores().items()}
         return placement.place(rank, self.rank_hosts, rooms, may_crowd=self.cluster.is_oversubscribed)
 
     @property
@@ -478,9 +485,17 @@ class Hosts:
         )
 
     def cores(self, without: int | None = None) -> dict[int, int]:
-        """Cores of each host that is here, but for one that is to leave."""
-        here = [number for number in self._places if self.is_here(number) and number != without]
-        return {number: self._num_cores(number) for number in here}
+        """Cores of each host that is here and may have workers, but for one that is to leave.
+
+        A service has as many as workers of its own: whoever started it gave it what those need.
+        """
+        config = self.cluster.config if self.cluster is not None else None
+        of_services = config.workers if config is not None and config.roles else None
+        return {
+            number: self._num_cores(number) if of_services is None else of_services[number]
+            for number in self._places
+            if self.is_here(number) and number != without and (config is None or config.takes(number, WORKER))
+        }
 
     def resize(self, num_workers: int, config: HostsConfig | None, launches: Sequence[float]) -> None:
         """Another number of workers, or other homes for them, from the next start on: the last of these launches."""
@@ -515,11 +530,16 @@ class Hosts:
             return ()
         return tuple(self.cluster.config.host_of_server(number) for number in self._server_numbers)
 
-    def place_server(self, number: int, taken: Sequence[int]) -> int:
-        """Host for a server: its home, else the one with the fewest servers (`taken`: their hosts), the next one of these."""
+    def place_server(self, number: int, taken: Sequence[int]) -> int | None:
+        """Host for a server: its home, else the one with the fewest servers (`taken`: their hosts), the next one of these.
+
+        None where it has to wait for its service.
+        """
         if self.cluster is None:
             return HEAD
         home = self.server_hosts[number]
+        if self.cluster.config.roles:
+            return home if self.is_here(home) else None
         here = [host for host in range(self.num_hosts) if self.is_here(host)]
         # The head, where it has no part in the job: while no other host is here, to lose nothing.
         here = [host for host in here if host in self._places] or here

@@ -202,12 +202,13 @@ class Door:
         numbers: Sequence[int],
         files: FileService,
         names: Mapping[int, str],
+        services: Sequence[str] = (),
     ) -> None:
         """`numbers` are the hosts that are to join; the key admits each of them once, and again after it was lost.
 
-        `names` are those of hosts that have one.
+        `names` are those of hosts that have one; `services` the role of each, where they are services.
         """
-        self._names = names
+        self._names, self._services = names, services
         self.seats: dict[int, HostSeat] = {}
         self.incarnations: dict[int, int] = {}
         self.refusals: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -428,6 +429,8 @@ class Door:
                     f"this job has no host {proof.wants} that could join; there are {numbers}"
                 )
             return [proof.wants]
+        if proof.role:
+            return self._numbers_of_role(proof.role)
         if not self._names:
             return self._numbers
         named = [
@@ -441,12 +444,27 @@ class Door:
             )
         return named
 
+    def _numbers_of_role(self, role: str) -> list[int]:
+        found = [number for number in self._numbers if self._services and self._services[number] == role]
+        if found:
+            return found
+        if self._services:
+            raise HostNotAdmitted(
+                f"this job has no {role}s; its strategy and --servers say how many there are"
+            )
+        raise HostNotAdmitted(
+            f"a {role} service is for a job of `shoal coordinator`, and this one was started by `shoal run`, whose hosts have both "
+            "workers and servers; join it with `shoal join`"
+        )
+
     def _seat_of(self, machine: bytes) -> int | None:
         return next((number for number, seat in self.seats.items() if seat.machine == machine), None)
 
     def _why_taken(self, proof: HostProof, peer: str, numbers: list[int]) -> str:
         if (number := self._seat_of(proof.machine)) is not None:
             return f"{proof.hostname} ({peer}) is host {number} of this job already"
+        if proof.role:
+            return f"all {len(numbers)} {proof.role} services of this job have joined"
         if proof.wants < 0 and self._names.keys().isdisjoint(numbers):
             return (
                 f"all {len(self._numbers)} hosts that this job waits for have joined: the key is used up. "
@@ -566,11 +584,13 @@ def join(
     run_dir: Path = Path("runs"),
     source: str | None = None,
     cores: int | None = None,
+    role: str = "",
 ) -> Admission:
     """Join the job at `shoal://host:port`. HostNotAdmitted with the head's reason; ConfigError where nobody answers.
 
     The head may be started last, so it is tried for `timeout_s`. `run_dir` is
-    where a copy of the run may be; `source` an address of this host to come from, `cores` those that it may use.
+    where a copy of the run may be; `source` an address of this host to come from, `cores` those that it may use,
+    `role` that of a service.
     """
     host, port = tls.split_address(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -582,7 +602,7 @@ def join(
             sock.settimeout(HANDSHAKE_S)
             own_address = sock.getsockname()[0]
             with context.wrap_socket(sock) as stream:
-                return _converse(stream, key.encode(), own_address, wants, run_dir, cores)
+                return _converse(stream, key.encode(), own_address, wants, run_dir, cores, role)
     except socket.gaierror as error:
         raise ConfigError(
             f"{host} is no host that this one knows ({error.strerror}). Nothing was started."
@@ -616,7 +636,13 @@ def _reach(host: str, port: int, timeout_s: float, source: str | None = None) ->
 
 
 def _converse(
-    stream: ssl.SSLSocket, key: bytes, own_address: str, wants: int, run_dir: Path, cores: int | None
+    stream: ssl.SSLSocket,
+    key: bytes,
+    own_address: str,
+    wants: int,
+    run_dir: Path,
+    cores: int | None,
+    role: str,
 ) -> Admission:
     fingerprint = hashlib.sha256(stream.getpeercert(binary_form=True) or b"").digest()
     private, public = new_key()
@@ -631,8 +657,10 @@ def _converse(
         protocol=roles.protocol_version(),
         clock=time.time(),
         num_cores=cores or available_cores(),
-        machine=machine_id(own_address),
+        # Of services several may share a machine and its address, so each process is one by itself.
+        machine=machine_id(f"{own_address} {role} {os.getpid()}" if role else own_address),
         wants=wants,
+        role=role,
         **own_versions(),
     )
     send_message(stream, msgspec.structs.replace(proof, mac=_mac(key, b"host", bound, proof)))

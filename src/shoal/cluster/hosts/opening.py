@@ -33,15 +33,19 @@ from shoal.cluster.launch.roles import preload_for
 from shoal.cluster.launch.run_directory import RunDirectory, is_alive
 from shoal.cluster.supervisor.supervisor import SignalInbox
 from shoal.cluster.supervisor.warm_parent import WarmParent
-from shoal.config.hosts import HostsConfig, parse_journal
+from shoal.config.hosts import SERVER, WORKER, HostsConfig, parse_journal
 from shoal.config.liveness import LivenessConfig
 from shoal.engines import protocol, registry
 from shoal.errors import ClusterError, ConfigError, RunDirectoryError, ShoalError, WireError
 from shoal.runtime import scratch
+from shoal.runtime.health import Health
 from shoal.runtime.transport import interfaces, tls
 
 JOIN_TRY_S = 2.0
 """From a look into etcd to the next, where the head that is there does not answer."""
+
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a job that was asked to leave, as by the eviction of its coordinator: it may go on later."""
 
 LOCK_S = 45.0
 """How long a former head may hold the run directory on a shared file system. Other hosts look for a head for 60 s."""
@@ -144,7 +148,7 @@ def open_cluster(
     others = [number for number in range(config.num_hosts) if number != HEAD]
     names = dict(enumerate(config.names)) if config.names else {}
     names.pop(HEAD, None)
-    door = joining.Door(listener, authority, key, facts, others, files, names)
+    door = joining.Door(listener, authority, key, facts, others, files, names, config.roles)
     where = tls.join_address("shoal://", config.advertise or config.bind, listener.getsockname()[1])
     plural = "s" if len(others) > 1 else ""
     starters: list[SshStart] = []
@@ -157,7 +161,9 @@ def open_cluster(
             job=run.name, address=where, key=key, cores=max(1, round(slot.cpus)), folder=str(folder)
         )
         note(
-            f"waiting for {len(others)} host{plural}; on each: shoal join {where}"
+            _awaited_services(config, where)
+            if config.roles
+            else f"waiting for {len(others)} host{plural}; on each: shoal join {where}"
             if hosts_join
             else f"asking {config.on} for {len(others)} host{plural}"
         )
@@ -200,6 +206,16 @@ def open_cluster(
         engine=engine,
         slot=slot,
     )
+
+
+def _awaited_services(config: HostsConfig, where: str) -> str:
+    counts = {role: config.roles.count(role) for role in (WORKER, SERVER)}
+    said = (
+        f"{count} {role} service{'s' if count > 1 else ''} (shoal {role} --join {where})"
+        for role, count in counts.items()
+        if count
+    )
+    return f"waiting for {' and '.join(said)}"
 
 
 def refuse_address(config: HostsConfig) -> None:
@@ -258,20 +274,29 @@ def join(
     interface: str | None = None,
     advertise: str | None = None,
     cores: int | None = None,
+    role: str = "",
+    health: Health | None = None,
 ) -> tuple[int, ShoalError | None]:
     """`shoal join`: be a host of a job until it is over, also as its next head; returns the job's exit code.
 
-    `interface` are names of network interfaces, the first of which leads to the head; `cores` are those it may use. The error is that of a job that
-    this host has taken over.
+    `interface` are names of network interfaces, the first of which leads to the head; `cores` are those it may use. `role` makes it a
+    service, which outlives its coordinator: it joins again. The error is that of a job that this host has taken over.
     """
+    health = health or Health(role or "host")
     tls.split_address(address)
     named = interfaces.named(interface) if interface else {}
     joiner = _Joiner(
-        joining.read_key(key_file) or joining.ask_for_key(address), run_dir, named, advertise, cores
+        joining.read_key(key_file) or joining.ask_for_key(address), run_dir, named, advertise, cores, role
     )
+    health.waits_for = f"it waits for the coordinator at {address}"
     admission = joiner.admitted(address, timeout_s=timeout_s, wants=wants)
     while True:
-        code, run = _serve(address, admission, run_dir.absolute())
+        code, run, may_return = _serve(address, admission, run_dir.absolute(), role, health)
+        if role and may_return:
+            health.waits_for = f"its coordinator at {address} is gone; it waits for it to come back"
+            agent.say(f"the {role} waits for its coordinator to come back, up to {timeout_s:g} s")
+            admission = joiner.admitted(address, timeout_s=timeout_s)
+            continue
         if run is None:
             return code, None
         match joiner.seek(admission, run):
@@ -285,11 +310,19 @@ def join(
                 pass  # the next head
 
 
-def _serve(address: str, admission: Admission, run_dir: Path) -> tuple[int, Path | None]:
-    """Be a host of the head at this address; returns its exit code, and the run directory where another head is to be found."""
+def _serve(
+    address: str, admission: Admission, run_dir: Path, role: str, health: Health
+) -> tuple[int, Path | None, bool]:
+    """Be a host of the head at this address.
+
+    Returns its exit code, the run directory where another head is to be found, and whether the same one may come back.
+    """
     facts = admission.facts
-    setproctitle(f"shoal host-{admission.number} [{facts.job}]")
-    agent.say(f"joined {facts.job} as host {admission.number} ({admission.own_address})")
+    setproctitle(f"shoal {f'{role} service, ' if role else ''}host-{admission.number} [{facts.job}]")
+    agent.say(
+        f"joined {facts.job} as {f'{role} service, ' if role else ''}host {admission.number} ({admission.own_address})"
+    )
+    health.waits_for = "it imports torch"
     head = tls.TLS + address.partition("://")[2]
     with contextlib.ExitStack() as stack:
         here, copy = Path(facts.run_dir), None
@@ -309,8 +342,11 @@ def _serve(address: str, admission: Admission, run_dir: Path) -> tuple[int, Path
                 copy_shipped(head, admission.credentials, folder)
             script = str(folder / Path(script).name)
         inbox = stack.enter_context(SignalInbox(signal.SIGUSR1, signal.SIGUSR2))
-        warm = stack.enter_context(WarmParent(facts.job, preload=preload_for(script)))
-        host = agent.HostAgent(admission, head, warm, run_dir=here, folder=folder, copy=copy)
+        preload = preload_for(script, with_servers=role == SERVER)
+        warm = stack.enter_context(WarmParent(facts.job, preload=preload))
+        host = agent.HostAgent(
+            admission, head, warm, run_dir=here, folder=folder, copy=copy, role=role, health=health
+        )
         try:
             code = host.run(inbox)
         except (OSError, EOFError, WireError) as error:
@@ -323,11 +359,14 @@ def _serve(address: str, admission: Admission, run_dir: Path) -> tuple[int, Path
         agent.say(
             f"{host.reason}; its processes on this host were ended. Looking for the next head in {shown}"
         )
-        return code, here
+        return code, here, False
     agent.say(f"host {admission.number} ends: {host.reason}")
     if host.is_head_lost and copy is not None:
         _tell_copy(copy.path, admission)
-    return code, None
+    if role and host.leaving_code:
+        # 0 is for a job that is over: whoever supervises this service starts it again, or another in its place.
+        return host.leaving_code, None, False
+    return code, None, host.is_head_lost or code in STOPPED
 
 
 @contextlib.contextmanager
@@ -364,10 +403,12 @@ class _Joiner:
         named: Mapping[str, str],
         advertise: str | None,
         cores: int | None,
+        role: str = "",
     ) -> None:
         """`named` are addresses by the names of the interfaces that were asked for."""
         self.key = key
         self._run_dir, self._named, self._advertise, self._cores = run_dir, named, advertise, cores
+        self._role = role
         self._told = ""
 
     def admitted(self, address: str, *, timeout_s: float, wants: int = -1) -> Admission:
@@ -380,6 +421,7 @@ class _Joiner:
             run_dir=self._run_dir,
             source=source,
             cores=self._cores,
+            role=self._role,
         )
         return admission._replace(
             interfaces=",".join(self._named), advertised=self._advertise or admission.own_address

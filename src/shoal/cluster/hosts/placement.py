@@ -37,15 +37,16 @@ def spread(num_workers: int, cores: Mapping[int, int], num_hosts: int) -> tuple[
     return tuple(counts)
 
 
-def describe(placed: Mapping[int, int | None]) -> str:
-    """Where ranks start again, as a sentence: "rank 2 starts again on host 0"; None is no host."""
+def describe(placed: Mapping[int, int | None], *, is_service: bool = False) -> str:
+    """Where ranks start again, as a sentence: "rank 2 starts again on host 0"; None is no host. `is_service`: ranks have one each."""
     sentences = []
     for host in sorted({host for host in placed.values() if host is not None}):
         ranks = sorted(rank for rank, each in placed.items() if each == host)
         sentences.append(f"{ranks_of(ranks)} start{'s' if len(ranks) == 1 else ''} again on host {host}")
     if waiting := sorted(rank for rank, each in placed.items() if each is None):
         verb = "waits" if len(waiting) == 1 else "wait"
-        sentences.append(f"{ranks_of(waiting)} {verb} for a host: none that is left has a core to spare")
+        where = "a service" if is_service else "a host: none that is left has a core to spare"
+        sentences.append(f"{ranks_of(waiting)} {verb} for {where}")
     return "; ".join(sentences)
 
 

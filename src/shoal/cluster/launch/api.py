@@ -52,6 +52,7 @@ from shoal.config.launch import LaunchConfig, RunConfig, Versions
 from shoal.config.parallel_options import as_typed, kept_of, options_of
 from shoal.errors import ClusterError, ConfigError, ScriptFailed, ScriptNotFound, ShoalError
 from shoal.runtime import scratch
+from shoal.runtime.health import Health
 
 if TYPE_CHECKING:  # a job on one host does not import what these need
     from shoal.cluster.hosts.etcd import Etcd
@@ -87,6 +88,7 @@ def launch(
     set_title: bool = False,
     successor: Successor | None = None,
     beside: Callable[[Path], contextlib.AbstractContextManager[str]] | None = None,
+    health: Health | None = None,
 ) -> RunResult:
     """Run a job to its end, with this process as its supervisor.
 
@@ -98,6 +100,7 @@ def launch(
     this process, for a command line that is nothing else. `successor` is what
     a host has that takes over from a lost head. `beside` accompanies the job:
     entered with its run directory, left when it has ended; it gives a line to say.
+    `health` is told of every turn of the supervisor.
     """
     refuse_others()
     cores = available_cores()
@@ -122,7 +125,7 @@ def launch(
             display.note(_first_words(run, described, cores))
             for note in (*config.notes(), *filter(None, [beside_said])):
                 display.note(note)
-        head.result = _run_job(config, described, run, display, warm, head, listening)
+        head.result = _run_job(config, described, run, display, warm, head, listening, health)
         return head.result
 
 
@@ -314,6 +317,7 @@ def _run_job(
     warm: WarmParent | None,
     head: _Head,
     listening: Listening | None,
+    health: Health | None,
 ) -> RunResult:
     """Supervise the job, and write its summary, whatever happens."""
     outcome = JobOutcome(JobLifecycle(num_workers=described.workers, restart=RestartConfig()))
@@ -334,6 +338,7 @@ def _run_job(
                 server_numbers=range(max_servers(described.servers)),
                 liveness=config.liveness,
                 headship=head.headship,
+                health=health,
             )
             elastic = Elastic(config, described, run.name, hosts)
             begun = ""

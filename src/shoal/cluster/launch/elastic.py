@@ -49,6 +49,11 @@ class Elastic:
         """The job with so many workers; ConfigError where that cannot be."""
         if num_workers == self.current.workers:
             raise ConfigError(f"it has {num_workers} workers already. Nothing was changed")
+        if self.asked.hosts is not None and self.asked.hosts.roles:
+            raise ConfigError(
+                f"its {self.asked.workers} workers are services, which were counted at the start. Nothing was changed; end its "
+                f"coordinator, and go on with `shoal resume RUN -n {num_workers}`"
+            )
         cores = self._hosts.cores()
         room = sum(cores.values())
         if self._hosts.num_hosts > 1 and num_workers > room and not self.asked.oversubscribe:
@@ -88,8 +93,8 @@ class Elastic:
         """The job without a host; ConfigError where the others have no room for its workers."""
         if host == HEAD:
             raise ConfigError("host 0 is the head, without which there is no job. Nothing was changed")
-        if host not in (cores := self._hosts.cores()):
-            here = ", ".join(map(str, sorted(cores)))
+        if not 0 < host < self._hosts.num_hosts or not self._hosts.is_here(host):
+            here = ", ".join(str(each) for each in range(self._hosts.num_hosts) if self._hosts.is_here(each))
             raise ConfigError(f"it has no host {host} at present; there are {here}. Nothing was changed")
         cores = self._hosts.cores(without=host)
         config = self._fitting(cores)

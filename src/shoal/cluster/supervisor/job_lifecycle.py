@@ -98,6 +98,14 @@ class ServerStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerUnplaced:
+    """A server waits for its service."""
+
+    number: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerExited:
     """A server exited; `is_wanted` where it was not sent away."""
 
@@ -182,6 +190,7 @@ Event: TypeAlias = (
     | WorkerExited
     | WorkerUnplaced
     | ServerStarted
+    | ServerUnplaced
     | ServerExited
     | ServerSuspected
     | StateLost
@@ -284,11 +293,12 @@ class WorkerDeath:
 
 @dataclass(frozen=True, slots=True)
 class HostMissing:
-    """No host came for ranks that have none."""
+    """No host came for ranks and servers that have none."""
 
     ranks: tuple[int, ...]
     waited_s: float
     lost_with: str  # the host that was lost, and why
+    servers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +419,7 @@ class JobLifecycle:
         self._unrecovered: WorkerDeath | None = None  # the newest death since then
         self._num_host_losses: dict[int, int] = {}  # the same, of deaths with a host
         self._unplaced: set[int] = set()  # ranks that wait for a host
+        self._unplaced_servers: dict[int, int] = {}  # number -> incarnation that waits for a service
         self._unplaced_since = 0.0
         self._lost_with = ""  # the newest loss of a host
         self._why_killed: dict[int, str] = {}
@@ -441,11 +452,11 @@ class JobLifecycle:
 
     @property
     def _place_by(self) -> float | None:
-        """Time at which ranks without a host end the job."""
+        """Time at which ranks and servers without a host end the job."""
         is_ending = self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING)
-        return (
-            None if is_ending or not self._unplaced else self._unplaced_since + self._restart.host_timeout_s
-        )
+        if is_ending or not (self._unplaced or self._unplaced_servers):
+            return None
+        return self._unplaced_since + self._restart.host_timeout_s
 
     @property
     def exit_code(self) -> int:
@@ -490,6 +501,11 @@ class JobLifecycle:
                 return self._suspected(rank, incarnation, why)
             case ServerStarted(number, incarnation):
                 self._servers[number] = incarnation
+                self._unplaced_servers.pop(number, None)
+                return []
+            case ServerUnplaced(number, incarnation):
+                self._wait_for_host(now)
+                self._unplaced_servers[number] = incarnation
                 return []
             case ServerExited():
                 return self._server_exited(event, now)
@@ -552,12 +568,15 @@ class JobLifecycle:
         return [KillWorkers((rank,))]
 
     def _not_placed(self, rank: int, incarnation: int, now: float) -> list[Action]:
-        if not self._unplaced:
-            self._unplaced_since = now
+        self._wait_for_host(now)
         self._unplaced.add(rank)
         self._incarnations[rank] = incarnation - 1  # the newest that was started
         # Nobody can finish a step while a rank has no host.
         return self._kill_all(now) if self.phase is JobPhase.LEAVING else []
+
+    def _wait_for_host(self, now: float) -> None:
+        if not self._unplaced and not self._unplaced_servers:
+            self._unplaced_since = now
 
     def _exited(self, rank: int, code: int, lost_with: str, now: float) -> list[Action]:
         incarnation = self._alive.pop(rank, 0)
@@ -641,6 +660,7 @@ class JobLifecycle:
             return []
         counts = self._num_server_host_losses if lost_with else self._num_server_deaths
         num_times = counts[number] = counts.get(number, 0) + 1
+        self._lost_with = lost_with or self._lost_with
         died = ServerDeath(number, exited.code, why, num_times, lost_with)
         if num_times > self._most_deaths(lost_with):
             return self._end(died, now)
@@ -670,7 +690,8 @@ class JobLifecycle:
         # that goes late would be lost anew, from the new group.
         self._starting_anew = RestartAll(
             {rank: incarnation + 1 for rank, incarnation in self._incarnations.items()},
-            {number: incarnation + 1 for number, incarnation in self._servers.items()},
+            {number: incarnation + 1 for number, incarnation in self._servers.items()}
+            | self._unplaced_servers,
         )
         self._suspicion = None
         self.failures.clear()
@@ -742,7 +763,8 @@ class JobLifecycle:
             return self._end(self._unrecovered or self._suspicion[0], now)
         if self._place_by is not None and now >= self._place_by:
             ranks = tuple(sorted(self._unplaced))
-            self._end(HostMissing(ranks, now - self._unplaced_since, self._lost_with), now)
+            servers = tuple(sorted(self._unplaced_servers))
+            self._end(HostMissing(ranks, now - self._unplaced_since, self._lost_with, servers), now)
             return [] if self._alive else self._kill_all(now)
         if self._kill_at is not None and now >= self._kill_at and self._alive:
             late = tuple(sorted(self._alive))

@@ -108,6 +108,12 @@ def error_of(outcome: JobOutcome, *, num_workers: int, run: str) -> ShoalError |
                 log=outcome.last_lines.get(rank, []),
                 run=run,
             )
+        case HostMissing(ranks, waited_s, lost_with, servers) if servers:
+            missing = [*(f"worker {rank}" for rank in ranks), *(f"server {number}" for number in servers)]
+            return ClusterError(
+                f"{' and '.join(missing)} had no service for {waited_s:.0f} s: {lost_with or 'none has joined'}; so the job was "
+                f"stopped. {_go_on(checkpoint, run)} To wait longer for a service that comes back, raise --join-timeout."
+            )
         case HostMissing(ranks, waited_s, lost_with):
             return ClusterError(
                 f"{_workers(ranks)} had no host for {waited_s:.0f} s: {lost_with}, and no other host has room; so the job was "

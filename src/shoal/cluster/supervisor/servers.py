@@ -112,9 +112,11 @@ class ServerProcesses:
 
     def start(
         self, number: int, incarnation: int, *, way_to_coordinator: int, coordinator: str
-    ) -> ServerHandle:
-        """Fork a server on its host. `coordinator` is the address of the coordinator for other hosts."""
+    ) -> ServerHandle | None:
+        """Fork a server on its host; None where that is not here. `coordinator` is the address of the coordinator for other hosts."""
         host = self._hosts.place_server(number, [each.host for each in self.living.values()])
+        if host is None:
+            return None
         log = Log(self._run.path / "logs" / f"server-{number}.log")
         (our_out, their_out), (our_err, their_err) = os.pipe(), os.pipe()
         prefix = LineCutter(f"[server {number}] ".encode())
@@ -226,6 +228,7 @@ class ServerSupervision:
         self.is_scaling = False
         self._leases_noted_at = 0.0
         self._drained: dict[int, int] = {}  # rank: its incarnation
+        self.homeless: dict[int, int] = {}  # number -> incarnation that waits for its service
 
     @property
     def living(self) -> dict[int, ServerHandle]:
@@ -248,12 +251,22 @@ class ServerSupervision:
             way_to_coordinator=self._coordinator.way_in,
             coordinator=self._coordinator_address,
         )
+        if server is None:
+            self.homeless[number] = incarnation
+            self._feed(lifecycle.ServerUnplaced(number, incarnation))
+            return
+        self.homeless.pop(number, None)
         kind = "server-replaced" if incarnation else "server-started"
         facts = {"incarnation": incarnation, **self._hosts.where(server.host)}
         self._hosts.when_forked(
             server.pid, lambda pid: self._run.event(kind, server=number, pid=pid, **facts)
         )
         self._feed(lifecycle.ServerStarted(number, incarnation))
+
+    def place_homeless(self) -> None:
+        """Start those that wait for their service, where it has joined."""
+        for number, incarnation in sorted(self.homeless.items()):
+            self.start(number, incarnation)
 
     def start_anew(self, incarnations: dict[int, int]) -> None:
         """Restart the servers that are still wanted, of those that were killed together."""

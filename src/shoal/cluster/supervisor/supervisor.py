@@ -395,6 +395,7 @@ class Supervisor:
                 waiting = f"; {missing} more to come" if missing else ""
                 self._display.note(f"host {number} is {hostname} ({address}, {num_cores} cores){waiting}")
                 self._note_cluster()
+                self._servers.place_homeless()
                 homeless, self._homeless = self._homeless, {}
                 for rank, of_rank in sorted(homeless.items()):
                     self._start_worker(rank, of_rank)
@@ -430,8 +431,11 @@ class Supervisor:
             host != self._hosts.rank_hosts[rank] for rank, host in placed.items()
         ):
             where = self._hosts.cluster.join_address
-            join = f" (shoal join {where}, within {self._restart.host_timeout_s:g} s)"
-            self._display.note(placement.describe(placed) + (join if None in placed.values() else ""))
+            is_service = bool(self._hosts.cluster.config.roles)
+            verb = "worker --join" if is_service else "join"
+            join = f" (shoal {verb} {where}, within {self._restart.host_timeout_s:g} s)"
+            told = placement.describe(placed, is_service=is_service)
+            self._display.note(told + (join if None in placed.values() else ""))
         if None in placed.values():
             self._fit_hosts()
 
@@ -708,6 +712,11 @@ class Supervisor:
                 case lifecycle.ReplaceServer(server_died, incarnation):
                     self._display.note(outcomes.replacing_server(server_died, self._restart.max_restarts))
                     self._servers.start(server_died.number, incarnation)
+                    if server_died.number in self._servers.homeless and self._hosts.cluster is not None:
+                        self._display.note(
+                            f"server {server_died.number} waits for its service (shoal server --join "
+                            f"{self._hosts.cluster.join_address}, within {self._restart.host_timeout_s:g} s)"
+                        )
                 case lifecycle.RollBack(lost):
                     self._go_back(lost)
                 case lifecycle.RestartAll(ranks, servers):

@@ -25,6 +25,13 @@ HELP = {
     "shoal_server_slots": "Slots of a server by role.",
     "shoal_server_queue_seconds": "Mean delay of a request in a server's queue.",
     "shoal_server_load": "Share of a server's time spent applying updates.",
+    "shoal_service_ready": "1 while a service can do its work.",
+    "shoal_service_up_seconds": "Seconds since a service was started.",
+    "shoal_service_processes": "Processes of the job under a service.",
+    "shoal_service_joins": "Times that a service has joined its coordinator.",
+    "shoal_service_coordinator_silent_seconds": "Seconds since a service last heard of its coordinator.",
+    "shoal_hosts_joined": "Hosts and services of a job that are at work.",
+    "shoal_hosts_missing": "Hosts and services that a job waits for.",
 }
 """Metrics, all of them gauges."""
 

@@ -49,6 +49,7 @@ class HostProof(Message, frozen=True, tag="host-proof"):
     wants: Annotated[
         int, msgspec.Meta(ge=-1, le=1 << 20)
     ] = -1  # number of the host it was started as; -1: any
+    role: Text = ""  # of a service, which has processes of one role; empty: a host, which has both
 
 
 class HeadProof(Message, frozen=True, tag="head-proof"):
