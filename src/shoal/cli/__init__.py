@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import shoal
-from shoal.cli import chaos, doctor, hosts, init, map_reduce, render, resume, run, scale, sweep, verify
+from shoal.cli import chaos, doctor, hosts, init, map_reduce, plan, render, resume, run, scale, sweep, verify
 from shoal.cli.bench import command as bench
 from shoal.cli.inspect import dashboard, graph, report, stack, status, trace
 from shoal.cli.verb import ScriptVerb, Verb, Verbs
@@ -25,6 +25,7 @@ app = typer.Typer(
         "Examples:\n"
         "  shoal run -n 4 train.py --lr 0.1            four workers, data parallel\n"
         "  shoal verify -n 3 train.py --lr 0.1         is it what one process computes?\n"
+        "  shoal plan train.py                         how to spread it here, and how many workers pay\n"
         "  shoal status                                runs of this directory\n"
         "  shoal dashboard                             the same in the browser, while they train\n"
         "  shoal resume click                          go on from the newest checkpoint\n"
@@ -44,6 +45,9 @@ app.command("run", cls=Verb, epilog=run.EXAMPLES, context_settings={"allow_inter
 app.command(
     "verify", cls=ScriptVerb, epilog=verify.EXAMPLES, context_settings={"allow_interspersed_args": False}
 )(verify.verify)
+app.command(
+    "plan", cls=ScriptVerb, epilog=plan.EXAMPLES, context_settings={"allow_interspersed_args": False}
+)(plan.plan)
 app.command("init", cls=Verb, epilog=init.EXAMPLES)(init.init)
 app.command("join", cls=Verb, epilog=hosts.EXAMPLES)(hosts.join)
 app.command("resume", cls=Verb, epilog=resume.EXAMPLES)(resume.resume)

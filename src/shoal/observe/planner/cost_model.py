@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shoal.config import exchange_rule, parallel_options
@@ -44,6 +44,9 @@ SERVER_CORES = 0.5
 
 PAYS_FROM = 0.5
 """A further worker pays where it adds at least this share of what one alone trains."""
+
+BEYOND_IDEAL = 1.3
+"""A speedup over this share of the ideal is no speedup: caches explain less."""
 
 MANY_WORKERS = 16
 """Of a host: beyond it only powers of two are looked at, and all of them together."""
@@ -278,6 +281,11 @@ class Prediction:
     def cost_per_million(self) -> float | None:
         """Of a million samples, in the currency of the price."""
         return self.price * self.hosts * 1e6 / self.samples_per_s / 3600 if self.price is not None else None
+
+    def corrected(self, measured_s: float) -> Prediction:
+        """The same with a step as it was measured; its terms in proportion."""
+        ratio = measured_s / self.step_s
+        return replace(self, terms={term: ratio * spent for term, spent in self.terms.items()})
 
 
 class Dropped(NamedTuple):
@@ -714,6 +722,12 @@ def stops_paying(best: Mapping[int, Prediction]) -> str:
     if not counts or counts[0] != 1 or len(counts) < 2:
         return "Other numbers of workers were not looked at."
     alone = best[1].samples_per_s
+    beyond = [n for n in counts if best[n].samples_per_s > BEYOND_IDEAL * n * alone]
+    if beyond:
+        return (
+            f"{beyond[0]} workers came to {best[beyond[0]].samples_per_s / alone / beyond[0]:.0%} of the ideal, which cannot be: one worker was "
+            "measured while other processes had the machine, or its threads share a core. Plan again while nothing else runs."
+        )
     for before, after in itertools.pairwise(counts):
         gained = (best[after].samples_per_s - best[before].samples_per_s) / (after - before)
         if gained < PAYS_FROM * alone:
