@@ -447,7 +447,9 @@ class _Planner:
     def chosen(self) -> Prediction:
         """The best of those that were run, by what was measured; else of all, by what was predicted."""
         able = self.allowed()
-        return next((each for each in able if each.candidate in self.measured), able[0])
+        if not (self.asked.is_here and self.trials):
+            return able[0]
+        return next(each for each in able if each.candidate in self.measured)
 
     def why(self) -> str:
         from shoal.observe.planner.cost_model import why

@@ -67,6 +67,7 @@ FROM_SOURCE = {
     "ps_relaxed": "options of the relaxed modes (--push-every, --row-cache, --fan-in, top-k): bytes, samples/s, AUC",
     "dashboard": "pages of a run of a million steps and 64 workers; samples/s with and without the dashboard",
     "observe_cost": "spans and activity of processes: a step recorded against one that is not",
+    "planner": "step time as `shoal plan` predicts it against what was measured, several models by several strategies",
     "peers": "the click model against other parameter servers; installs them",
 }
 
