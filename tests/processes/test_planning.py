@@ -14,6 +14,8 @@ from shoal.observe.planner.measuring import ScriptRuns, calibrate
 
 Invoke = Callable[..., Result]
 
+pytestmark = pytest.mark.timeout(540)  # each run that is measured is a process that imports torch
+
 SCRIPT = """
 import pathlib, sys, torch, shoal
 from torch import nn
@@ -31,7 +33,7 @@ trainer.fit(data.batch(32), epochs=epochs)
 def test_a_script_is_planned_run_and_refused_once_its_model_has_changed(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # one worker then is measured once
     (tmp_path / "width").write_text("64")
     (tmp_path / "train.py").write_text(SCRIPT)
     shown = invoke(
@@ -71,6 +73,7 @@ def test_a_script_that_cannot_be_run_twice_is_named_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "width").write_text("8")
     (tmp_path / "once.py").write_text("import pathlib\npathlib.Path('made').mkdir()\n" + SCRIPT)
     runs = ScriptRuns(
