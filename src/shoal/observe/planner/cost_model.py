@@ -353,9 +353,18 @@ def fitted(name: str, seconds_by_bytes: Mapping[int, float], num_workers: int) -
 
 
 def all_reduce_s(
-    name: str, num_bytes: float, num_workers: int, cluster: ClusterShape, *, hosts: int | None = None
+    name: str,
+    num_bytes: float,
+    num_workers: int,
+    cluster: ClusterShape,
+    *,
+    hosts: int | None = None,
+    sharing: int = 1,
 ) -> float:
-    """Seconds of one sum over so many workers, by an exchange; `hosts` where they are on fewer than they could be."""
+    """Seconds of one sum over so many workers, by an exchange.
+
+    `hosts`: where they are on fewer or more than they could be. `sharing`: groups that sum at once over a host's link.
+    """
     if num_workers == 1 or num_bytes <= 0:
         return 0.0
     hosts = cluster.hosts_of(num_workers) if hosts is None else hosts
@@ -371,7 +380,7 @@ def all_reduce_s(
     if hosts == 1:
         return cost.rounds(num_workers) * link.latency_s + moved
     latency_s = max(link.latency_s, cluster.between.latency_s)
-    left = cost.leaving(each, hosts) * num_bytes / cluster.between.bytes_per_s
+    left = sharing * cost.leaving(each, hosts) * num_bytes / cluster.between.bytes_per_s
     return cost.rounds(num_workers) * latency_s + max(moved, left)
 
 
@@ -391,7 +400,7 @@ def compressed(compress: str, num_bytes: float, num_workers: int, layers: Sequen
             return num_bytes / 4
         case "topk":
             # Each worker's values and indices go to all others, and an all-reduce sends everything twice.
-            return num_bytes * settings["ratio"] * 3 * num_workers / 2
+            return num_bytes * float(settings["ratio"]) * 3 * num_workers / 2
         case "powersgd":
             thin = sum(
                 min(layer.parameters, settings["rank"] * (layer.features + layer.inputs)) * 4
@@ -460,7 +469,7 @@ def _slowdown(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) 
     servers = -(-c.servers // hosts)
     threads = max(1, (cluster.cores - servers // 2) // each)
     crowded = max(1.0, (each * threads + SERVER_CORES * servers) / cluster.cores)
-    return (w.threads / threads) ** w.thread_gain * crowded / cluster.speed
+    return math.pow(w.threads / threads, w.thread_gain) * crowded / cluster.speed
 
 
 def _exposed(took_s: float, overlap: float, hidden_s: float) -> float:
@@ -475,7 +484,15 @@ def _gradients_s(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: in
         sent = compressed(c.compress, num_bytes, c.workers, w.layers)
         return all_reduce_s(c.exchange, sent, c.workers, cluster, hosts=hosts)
     # Replicas of a mesh are the outer axis: they are on different hosts as soon as there are several.
-    return all_reduce_s("native", num_bytes, axes.dp, cluster, hosts=min(hosts, axes.dp))
+    span = min(hosts, axes.dp)
+    return all_reduce_s(
+        "native", num_bytes, axes.dp, cluster, hosts=span, sharing=_sharing(c.workers, hosts, axes.dp, span)
+    )
+
+
+def _sharing(workers: int, hosts: int, group: int, span: int) -> int:
+    """Groups of so many ranks over `span` hosts that a host's link serves at once."""
+    return max(1, -(-workers // hosts) // -(-group // span))
 
 
 def _gathers_s(axes: Axes, w: Workload, cluster: ClusterShape, hosts: int) -> float:
@@ -483,17 +500,19 @@ def _gathers_s(axes: Axes, w: Workload, cluster: ClusterShape, hosts: int) -> fl
     if axes.fsdp == 1:
         return 0.0
     around = axes.fsdp * axes.tp  # ranks from one end of a shard group to the other
-    span = max(1, min(hosts, around // max(1, cluster.per_host)))
+    span = min(hosts, -(-around // cluster.per_host), axes.fsdp)
     num_bytes = w.gradient_bytes / (axes.tp * axes.pp)
     units = 1 + sum(layer.parameter_bytes >= UNIT_BYTES for layer in w.layers)
-    return 1.5 * units * all_reduce_s("native", num_bytes / units, axes.fsdp, cluster, hosts=span)
+    sharing = _sharing(axes.num_ranks, hosts, axes.fsdp, span)
+    each_s = all_reduce_s("native", num_bytes / units, axes.fsdp, cluster, hosts=span, sharing=sharing)
+    return 1.5 * units * each_s
 
 
 def _activations_s(axes: Axes, w: Workload, cluster: ClusterShape, num_micro: int, share: float) -> float:
     """tp sums activations after each pair of layers that it cuts, forward and backward; pp sends them to the next stage."""
     found = 0.0
     if axes.tp > 1:
-        span = max(1, min(cluster.hosts, axes.tp // max(1, cluster.per_host)))
+        span = min(cluster.hosts, -(-axes.tp // cluster.per_host))
         for closing in cut_layers(w.layers, axes.tp)[1::2] or cut_layers(w.layers, axes.tp)[:1]:
             each = closing.output_bytes * share / num_micro
             found += 2 * num_micro / axes.pp * all_reduce_s("native", each, axes.tp, cluster, hosts=span)
@@ -607,7 +626,7 @@ def memory_of(c: PlanCandidate, w: Workload) -> int:
 def worker_counts(cluster: ClusterShape) -> list[int]:
     """1 to all workers of a host, then whole hosts."""
     most = cluster.per_host
-    within = range(1, most + 1)
+    within = list(range(1, most + 1))
     if most > MANY_WORKERS:
         within = sorted({*(1 << power for power in range(most.bit_length())), most})
     return [*within, *(most * hosts for hosts in range(2, cluster.hosts + 1))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,25 +202,22 @@ def workload_of(
     """The workload that explains the calibration: predicted again, it gives the same step."""
     layers = layers_of(alone.graph)
     parameter_bytes = sum(layer.parameter_bytes for layer in layers)
-    common = {
-        "batch": alone.batch,
-        "alone": dict(alone.terms),
-        "layers": layers,
-        "is_batch_dependent": any("BatchNorm" in layer.kind for layer in layers),
-        "peak_bytes": alone.peak_bytes,
-    }
+    base = Workload(
+        batch=alone.batch,
+        alone=dict(alone.terms),
+        compute_s=alone.terms["compute"],
+        apply_s=alone.terms["apply"],
+        read_s=alone.terms["read"],
+        other_s=alone.terms["other"],
+        threads=alone.threads,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=parameter_bytes,
+        layers=layers,
+        is_batch_dependent=any("BatchNorm" in layer.kind for layer in layers),
+        peak_bytes=alone.peak_bytes,
+    )
     if several is None:
-        terms = alone.terms
-        return Workload(
-            compute_s=terms["compute"],
-            apply_s=terms["apply"],
-            read_s=terms["read"],
-            other_s=terms["other"],
-            threads=alone.threads,
-            parameter_bytes=parameter_bytes,
-            gradient_bytes=parameter_bytes,
-            **common,
-        )
+        return base
     n, slice_s, whole_s = several.workers, several.terms["compute"], narrow.terms["compute"]
     fixed_s = min(max((n * slice_s - whole_s) / (n - 1), 0.0), slice_s)
     dense, rows = _told_apart(several.sent_bytes, layers, parameter_bytes)
@@ -231,7 +228,8 @@ def workload_of(
     gain = 1.0
     if narrow.threads < alone.threads and whole_s > 0 < alone.terms["compute"]:
         gain = math.log(whole_s / alone.terms["compute"]) / math.log(alone.threads / narrow.threads)
-    return Workload(
+    return replace(
+        base,
         compute_s=fixed_s + n * (slice_s - fixed_s),
         fixed_s=fixed_s,
         apply_s=several.terms["apply"],
@@ -244,7 +242,6 @@ def workload_of(
         parameter_bytes=parameter_bytes or round(several.sent_bytes),
         gradient_bytes=round(dense),
         row_bytes=round(n * rows),
-        **common,
     )
 
 
