@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.observe.planner.cost_model import (
     SUMS,
     ClusterShape,
-    Link,
+    LinkSpeed,
     ModelLayer,
     PlanCandidate,
     Workload,
@@ -26,7 +26,7 @@ from shoal.observe.planner.cost_model import (
     why,
 )
 
-LINKS = {name: Link(50e-6, 2e9) for name in SUMS}
+LINKS = {name: LinkSpeed(50e-6, 2e9) for name in SUMS}
 LAYERS = tuple(
     ModelLayer(
         name=f"layers.{number}",
@@ -59,7 +59,7 @@ clusters = st.builds(
     hosts=st.integers(1, 8),
     per_host=st.integers(1, 8),
     cores=st.integers(1, 16),
-    between=st.builds(Link, st.floats(1e-6, 1e-2), st.floats(1e6, 1e11)),
+    between=st.builds(LinkSpeed, st.floats(1e-6, 1e-2), st.floats(1e6, 1e11)),
     exchanges=st.just(LINKS),
 )
 
@@ -81,7 +81,7 @@ def test_more_bandwidth_or_less_latency_never_makes_a_step_longer(
     assume(able)
     candidate = data.draw(st.sampled_from(able))
     faster = replace(
-        cluster, between=Link(cluster.between.latency_s / factor, cluster.between.bytes_per_s * factor)
+        cluster, between=LinkSpeed(cluster.between.latency_s / factor, cluster.between.bytes_per_s * factor)
     )
     slow, fast = (predict(candidate, WORKLOAD, each).step_s for each in (cluster, faster))
     assert fast <= slow * (1 + 1e-9)
@@ -140,7 +140,7 @@ def test_latency_and_bandwidth_are_found_again_in_the_times_they_make(
 
 
 def test_a_slow_link_asks_for_the_exchange_that_sends_least_over_it() -> None:
-    cluster = ClusterShape(hosts=2, per_host=4, cores=8, between=Link(1e-4, 1e7), exchanges=LINKS)
+    cluster = ClusterShape(hosts=2, per_host=4, cores=8, between=LinkSpeed(1e-4, 1e7), exchanges=LINKS)
     found, _ = sift(enumerate_candidates(cluster, counts=[8]), WORKLOAD, cluster)
     exact = [each for each in found if each.candidate.family == "ddp" and each.candidate.is_exact]
     assert exact[0].candidate.exchange in ("auto", "hierarchical")
@@ -201,13 +201,13 @@ def test_stages_are_as_even_as_their_layers_allow() -> None:
 
 
 def test_the_number_of_workers_that_pay_and_why_not_more() -> None:
-    cluster = ClusterShape(hosts=4, per_host=2, cores=2, between=Link(1e-3, 1e7), exchanges=LINKS)
+    cluster = ClusterShape(hosts=4, per_host=2, cores=2, between=LinkSpeed(1e-3, 1e7), exchanges=LINKS)
     found, _ = sift(enumerate_candidates(cluster), WORKLOAD, cluster)
     best = best_by_workers([each for each in found if each.candidate.is_exact])
     assert list(best) == [1, 2, 4, 6, 8]
     assert "The next worker stops paying at 2" in stops_paying(best)
     assert "because of what the workers exchange" in stops_paying(best)
-    roomy = replace(cluster, between=Link(1e-6, 1e12))
+    roomy = replace(cluster, between=LinkSpeed(1e-6, 1e12))
     found, _ = sift(enumerate_candidates(roomy), WORKLOAD, roomy)
     assert stops_paying(best_by_workers(found)).startswith("All 8 workers pay")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.observe.planner.cost_model import SUMS, TERMS, ClusterShape, Link, PlanCandidate, predict
+from shoal.observe.planner.cost_model import SUMS, TERMS, ClusterShape, LinkSpeed, PlanCandidate, predict
 from shoal.observe.planner.measuring import (
     MeasuredRun,
     codecs_of,
@@ -64,7 +64,7 @@ def test_a_calibration_predicts_itself(
     sent: float,
 ) -> None:
     """However odd the measurements: what they are explained by gives them again, unless more was hidden than there was to hide behind."""
-    cluster = ClusterShape(per_host=2, cores=2, exchanges={name: Link(1e-4, 1e9) for name in SUMS})
+    cluster = ClusterShape(per_host=2, cores=2, exchanges={name: LinkSpeed(1e-4, 1e9) for name in SUMS})
     several = measured(
         2, 1, sent, compute=slice_s, apply=apply_s, read=read_s, communication=exposed_s, other=0.001
     )

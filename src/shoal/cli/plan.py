@@ -275,7 +275,7 @@ def _shape(
     device_memory: str | None,
 ) -> ClusterShape:
     from shoal.cluster.launch.threads import threads_per_worker
-    from shoal.observe.planner.cost_model import TEN_GIGABIT, ClusterShape, Link
+    from shoal.observe.planner.cost_model import TEN_GIGABIT, ClusterShape, LinkSpeed
     from shoal.runtime.memory import available_bytes
 
     here = asked.cores_here
@@ -291,7 +291,7 @@ def _shape(
         else available_bytes(),
         is_device_memory=device_memory is not None,
         speed=asked.speed,
-        between=Link(
+        between=LinkSpeed(
             _latency(latency) if latency is not None else TEN_GIGABIT.latency_s,
             _rate(bandwidth) if bandwidth is not None else TEN_GIGABIT.bytes_per_s,
         ),

@@ -148,14 +148,14 @@ class Workload:
         return max(0, self.peak_bytes - STATE_COPIES * self.parameter_bytes - self.activation_bytes)
 
 
-class Link(NamedTuple):
+class LinkSpeed(NamedTuple):
     """Latency and bandwidth: a message of S bytes takes latency_s + S / bytes_per_s."""
 
     latency_s: float
     bytes_per_s: float
 
 
-TEN_GIGABIT = Link(50e-6, 1.25e9)
+TEN_GIGABIT = LinkSpeed(50e-6, 1.25e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +176,10 @@ class ClusterShape:
     speed: float = 1.0
     """Of a worker's compute, in that of this machine's."""
 
-    between: Link = TEN_GIGABIT
+    between: LinkSpeed = TEN_GIGABIT
     """Between hosts."""
 
-    exchanges: Mapping[str, Link] = field(default_factory=dict)
+    exchanges: Mapping[str, LinkSpeed] = field(default_factory=dict)
     """Of each exchange within a host, per message and byte that a worker sends; see `fitted`."""
 
     codec_s_per_byte: Mapping[str, float] = field(default_factory=dict)
@@ -332,10 +332,10 @@ SUMS: dict[str, ExchangeCost] = {
 }
 """Without hierarchical, which is shm within a host and a ring between them."""
 
-UNMEASURED = Link(100e-6, 1e9)
+UNMEASURED = LinkSpeed(100e-6, 1e9)
 
 
-def fitted(name: str, seconds_by_bytes: Mapping[int, float], num_workers: int) -> Link:
+def fitted(name: str, seconds_by_bytes: Mapping[int, float], num_workers: int) -> LinkSpeed:
     """Latency of a message and bandwidth of a worker by which an exchange took these times.
 
     The latency is that of the smallest tensor; the bandwidth is fitted to what larger ones took
@@ -349,7 +349,7 @@ def fitted(name: str, seconds_by_bytes: Mapping[int, float], num_workers: int) -
         taken, volume = seconds_by_bytes[size], sent * size
         top += max(taken - rounds * latency_s, 0.0) * volume / taken**2
         bottom += (volume / taken) ** 2
-    return Link(latency_s, bottom / top if top > 0 else UNMEASURED.bytes_per_s)
+    return LinkSpeed(latency_s, bottom / top if top > 0 else UNMEASURED.bytes_per_s)
 
 
 def all_reduce_s(
@@ -519,7 +519,7 @@ def _activations_s(axes: Axes, w: Workload, cluster: ClusterShape, num_micro: in
     if axes.pp > 1:
         link = cluster.exchanges.get("ring", UNMEASURED)
         if cluster.hosts > 1:
-            link = Link(
+            link = LinkSpeed(
                 max(link.latency_s, cluster.between.latency_s),
                 min(link.bytes_per_s, cluster.between.bytes_per_s),
             )

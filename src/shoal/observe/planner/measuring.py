@@ -24,7 +24,7 @@ from shoal.observe.planner.cost_model import (
     ROW_LAYERS,
     TERMS,
     ClusterShape,
-    Link,
+    LinkSpeed,
     ModelLayer,
     PlanCandidate,
     Workload,
@@ -278,7 +278,7 @@ def _features(kind: str, shape: str) -> int:
 # ---- links ----------------------------------------------------------------------------------------
 
 
-def links_of(by_size: Mapping[int, Mapping[str, float]], num_workers: int) -> dict[str, Link]:
+def links_of(by_size: Mapping[int, Mapping[str, float]], num_workers: int) -> dict[str, LinkSpeed]:
     """Latency and bandwidth of each exchange within a host, from seconds by size and exchange."""
     names = {name for medians in by_size.values() for name in medians}
     return {
