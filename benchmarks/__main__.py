@@ -41,6 +41,7 @@ BENCHMARKS = (
     "data_workers",
     "data_dynamic",
     "observe_cost",
+    "planner",
     "dashboard",
 )
 
@@ -76,7 +77,7 @@ def _more(name: str, options: argparse.Namespace) -> dict[str, Any]:
             return {**of_recovery, "workers": options.workers}
         case "ps_recovery":
             return of_recovery
-        case "ps_memory" | "ps_quality" | "scaling":
+        case "ps_memory" | "ps_quality" | "scaling" | "planner":
             return {"minutes": options.minutes}
     return {}
 

@@ -173,7 +173,7 @@ def launch_script(
 @pytest.fixture
 def invoke(warm_parent: WarmParent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warm_client, "WarmParent", lambda **_: contextlib.nullcontext(warm_parent))
+    monkeypatch.setattr(warm_client, "WarmParent", lambda *_, **__: contextlib.nullcontext(warm_parent))
     return lambda *words: CliRunner().invoke(app, list(words), prog_name="shoal")
 
 

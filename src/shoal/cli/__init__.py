@@ -24,6 +24,7 @@ app = typer.Typer(
         "Examples:\n"
         "  shoal run -n 4 train.py --lr 0.1            four workers, data parallel\n"
         "  shoal verify -n 3 train.py --lr 0.1         is it what one process computes?\n"
+        "  shoal plan train.py                         how to spread it here, and how many workers pay\n"
         "  shoal status                                runs of this directory\n"
         "  shoal dashboard                             the same in the browser, while they train\n"
         "  shoal resume click                          go on from the newest checkpoint\n"
@@ -58,6 +59,12 @@ VERBS = {
     "verify": VerbSpec(
         "verify:verify",
         "Check that workers compute what one process does.",
+        cls=ScriptVerb,
+        ends_at_script=True,
+    ),
+    "plan": VerbSpec(
+        "plan:plan",
+        "Find how to spread a script over a cluster: measures it, predicts every way, runs the best few.",
         cls=ScriptVerb,
         ends_at_script=True,
     ),

@@ -56,7 +56,7 @@ def given_options(ctx: typer.Context) -> dict[str, GivenOption]:
     """Every option with its value and its origin."""
     from shoal.config.launch import GivenOption
 
-    file = ctx.params.get("config")
+    file = ctx.params.get("config") or ctx.params.get("plan")
     origins = {"COMMANDLINE": "command line", "DEFAULT_MAP": str(file), "ENVIRONMENT": "environment"}
     found = {}
     for name, value in ctx.params.items():

@@ -49,7 +49,7 @@ Strategy = Annotated[
     typer.Option(
         "--strategy",
         metavar="STRATEGY",
-        help=f"How the model is spread: {STRATEGIES.forms}.",
+        help=f"How the model is spread: {STRATEGIES.forms}; with `shoal run` also auto, the quickest by two short runs.",
         show_default="single for one worker, ddp for more",
         autocompletion=complete_strategy,
     ),

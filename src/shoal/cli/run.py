@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +35,7 @@ from shoal.cli.options import (
     Workers,
     takes_parallel_options,
 )
+from shoal.cli.plan import PLANNED, PlanOption, auto, refuse_beside_plan
 from shoal.cli.verb import leave
 from shoal.config.parallel_options import ParallelOptions, options_of
 from shoal.errors import ConfigError
@@ -46,12 +50,15 @@ EXAMPLES = (
     "  shoal run --config run.toml                 options and script from a file; `shoal init` writes one\n"
     "  shoal run -n 4 --name click train.py        in runs/click\n"
     "  shoal run -n 4 --name click --again train.py        anew; the former run is kept as runs/click.1\n"
-    "  shoal run -n 2 --servers 2 --strategy ps train.py   two servers hold the weights"
+    "  shoal run -n 2 --servers 2 --strategy ps train.py   two servers hold the weights\n"
+    "  shoal run -n 4 --strategy auto train.py     the quickest by two short runs; `shoal plan` looks closer"
 )
 
 A_DAY_S = 86_400.0
 
 PROFILED_STEPS = 3
+
+AUTO = "auto"
 
 BEFORE_SCRIPT = (
     "-n",
@@ -85,6 +92,7 @@ def run(
         typer.Option("-m", help="SCRIPT is the name of a module, as for python -m: package.train."),
     ] = False,
     config: ConfigFile = None,
+    plan: PlanOption = None,
     workers: Workers = 1,
     strategy: Strategy = None,
     servers: Servers = None,
@@ -159,6 +167,15 @@ def run(
         raise ConfigError(
             "--dashboard-port is for --dashboard, which was not given. Nothing was started; add --dashboard."
         )
+    words = script_args(ctx, script, args)
+    if plan is not None:
+        given = ctx.get_parameter_source("args")
+        words = list(args or ()) if given is not None and given.name == "DEFAULT_MAP" else words
+        refuse_beside_plan(ctx, plan, script, words)
+    if strategy == AUTO:
+        strategy, servers, parallel = _automatic(
+            ctx, script, words, module=module, workers=workers, run_dir=run_dir, parallel=parallel
+        )
     world = enter_world(hosting.on)
     if world is not None and world.rank > 0:
         raise typer.Exit(follow_world(world, hosting.bind, run_dir))
@@ -168,7 +185,7 @@ def run(
     asked = LaunchConfig(
         script=script,
         module=script if module else "",
-        args=tuple(script_args(ctx, script, args)),
+        args=tuple(words),
         options=given_options(ctx),
         debug_rank=debug_rank,
         profile=PROFILED_STEPS if profile else 0,
@@ -199,7 +216,54 @@ def run(
         )
     with leading_world(world) as ended:
         result = launch(
-            asked, set_title=True, beside=partial(beside, port=dashboard_port) if dashboard else None
+            asked,
+            set_title=True,
+            beside=_beside(plan, partial(beside, port=dashboard_port) if dashboard else None),
         )
         ended.append(result.exit_code)
     leave(result)
+
+
+Accompanied = Callable[[Path], contextlib.AbstractContextManager[str]]
+
+
+def _beside(plan: Path | None, dashboard: Accompanied | None) -> Accompanied | None:
+    """Leave the plan in the run directory, where rank 0 compares the model with it; then the dashboard."""
+    if plan is None:
+        return dashboard
+    text = plan.read_bytes()
+
+    @contextlib.contextmanager
+    def accompany(run: Path) -> Iterator[str]:
+        from shoal.cluster.launch.run_directory import write_atomically
+
+        write_atomically(run / "plan.json", text)
+        with dashboard(run) if dashboard is not None else contextlib.nullcontext("") as said:
+            yield said
+
+    return accompany
+
+
+def _automatic(
+    ctx: typer.Context,
+    script: str,
+    words: list[str],
+    *,
+    module: bool,
+    workers: int,
+    run_dir: Path,
+    parallel: ParallelOptions,
+) -> tuple[str, str | None, ParallelOptions]:
+    """Strategy, servers and options of `--strategy auto`, which says what it takes and why."""
+    for name in (*PLANNED, "hosts", "cluster", "on"):
+        source = ctx.get_parameter_source(name)
+        if name not in ("workers", "strategy", "config") and source is not None and source.name != "DEFAULT":
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"--strategy auto chooses for this machine by itself, and {flag} was given. Nothing was started; leave {flag} out, or plan "
+                "the job with `shoal plan`, which takes more into account."
+            )
+    options, said = auto(script, words, module=module, workers=workers, run_dir=run_dir)
+    typer.echo(said, err=True)
+    found: dict[str, Any] = {key: options[key] for key in ("schedule",) if key in options}
+    return str(options["strategy"]), options.get("servers"), replace(parallel, **found)

@@ -19,13 +19,11 @@ import numpy as np
 from shoal.config import strategy as strategies
 from shoal.errors import ConfigError
 from shoal.observe import record as records
+from shoal.observe.planner.cost_model import BEYOND_IDEAL
 from shoal.observe.record import BUSY, RunRecord, StepSeries, Totals, Trace
 
 LOWER_IS_BETTER = re.compile(r"loss|error|mse|mae|rmse|perplexity|nll|entropy")
 FAULTS = ("worker-exited", "server-exited", "coordinator-exited", "host-lost")
-BEYOND_IDEAL = 1.3
-"""A speedup over this share of the ideal is no speedup: caches explain less."""
-
 DOWN_S = 30.0
 """A longer silence of all processes is between two launches, and costs nothing."""
 

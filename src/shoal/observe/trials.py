@@ -1,4 +1,4 @@
-"""Short runs of a script, to measure how fast it trains: the baseline of a report, the sweep of `shoal bench scale`.
+"""Short runs of a script, to measure how fast it trains: the baseline of a report, the sweep of `shoal bench scale`, a plan.
 
 Each is a run of its own in a process of its own, ended by SIGTERM once enough of it
 was measured. A script that cannot be run twice (a file it refuses to overwrite, a
@@ -42,8 +42,11 @@ class Trial:
     keeps_former: bool = False
     """An ended run of this name is kept as NAME.1, not removed."""
 
-    def run(self, *, seconds: float, start_timeout_s: float = 600.0) -> dict[str, Any]:
-        """Measure it for so long after its first step, or to its end; its figures."""
+    threads: int | None = None
+    """Of each worker, at most; None: its share of the cores."""
+
+    def run(self, *, seconds: float, min_steps: int = 1, start_timeout_s: float = 600.0) -> dict[str, Any]:
+        """Measure it for so long after its first step and for so many steps, or to its end; its figures."""
         command = [
             *(
                 sys.executable,
@@ -65,13 +68,19 @@ class Trial:
             ),
         ]
         path, began = self.run_dir / self.name, time.time()
+        env = os.environ | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads is not None else {})
         # Into a file: a pipe that nobody reads would stop a script that says much.
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
-                command, cwd=self.cwd, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+                command,
+                cwd=self.cwd,
+                env=env,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
             )
             try:
-                self._watch(process, path, seconds, start_timeout_s, began)
+                self._watch(process, path, seconds, min_steps, start_timeout_s, began)
             finally:
                 process.terminate()
                 try:
@@ -103,16 +112,23 @@ class Trial:
         process: subprocess.Popen[bytes],
         path: Path,
         seconds: float,
+        min_steps: int,
         start_timeout_s: float,
         began: float,
     ) -> None:
-        deadline = time.monotonic() + start_timeout_s
-        stepped = False
-        while process.poll() is None and time.monotonic() < deadline:
-            if not stepped and any(
-                line.get("steps") and line["at"] >= began  # else of a run that makes way in a moment
-                for lines in records.read_activity(path).values()
-                for line in lines
-            ):
-                stepped, deadline = True, time.monotonic() + seconds
+        end = time.monotonic() + start_timeout_s
+        measured = None
+        while process.poll() is None and time.monotonic() < end:
+            steps = max(
+                (
+                    # Lines from before are of a run that makes way in a moment.
+                    sum(line.get("steps", 0) for line in lines if line["at"] >= began)
+                    for lines in records.read_activity(path).values()
+                ),
+                default=0,
+            )
+            if steps and measured is None:
+                measured = time.monotonic() + seconds
+            if measured is not None and steps >= min_steps and time.monotonic() >= measured:
+                return
             time.sleep(POLL_S)

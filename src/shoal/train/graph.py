@@ -261,6 +261,11 @@ class GraphRecorder:
         return "×".join(sizes) or "scalar"
 
 
+def shapes_of(model: nn.Module) -> dict[str, list[int]]:
+    """Shapes of a model's parameters by name."""
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
 class GraphReport:
     """`graph.json` of a run: begun before the strategy has the model, written after its first step.
 
@@ -272,6 +277,7 @@ class GraphReport:
         self._recorder: GraphRecorder | None = None
         with contextlib.suppress(Exception):
             # The model is whole now; afterwards a rank may have a part of it.
+            self._shapes = shapes_of(model)
             self._parameters = {
                 name: [
                     (parameter.numel(), parameter.element_size())
@@ -293,7 +299,7 @@ class GraphReport:
                 {place.layer: place for place in strategy.places()} if isinstance(strategy, Places) else {}
             )
             graph = describe(recorder, self._parameters, places, num_local=num_local, num_workers=num_workers)
-            write_atomically(self._path, json.dumps(graph).encode())
+            write_atomically(self._path, json.dumps(graph | {"model": self._shapes}).encode())
 
     def close(self) -> None:
         if self._recorder is not None:

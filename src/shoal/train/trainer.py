@@ -63,6 +63,7 @@ from shoal.train.checkpoint.background import BackgroundWriter
 from shoal.train.evaluation import evaluate, metric_set, pass_reporter, predict
 from shoal.train.graph import GraphReport
 from shoal.train.loop import FitLoop
+from shoal.train.planned import check_planned
 from shoal.train.progress import FitStart, History, Position, TrainingProgress, inherit, restore, snapshot
 from shoal.train.verification import Verification, fingerprint_at_end
 
@@ -544,8 +545,10 @@ class Trainer:
             **settings,
         )
         refuse_hooks(self.job, model)
-        if self.job.launched and self.rank == 0 and self.number == 0 and not self.train_job.compile:
-            self.graph = GraphReport(model, self.run_dir)
+        if self.job.launched and self.rank == 0 and self.number == 0:
+            check_planned(model, self.run_dir)
+            if not self.train_job.compile:
+                self.graph = GraphReport(model, self.run_dir)
         strategy.prepare(self.train_job)
         self.turns = turns_of(given, model)
         fingerprint_at_end(model)

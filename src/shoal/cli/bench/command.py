@@ -67,6 +67,7 @@ FROM_SOURCE = {
     "ps_relaxed": "options of the relaxed modes (--push-every, --row-cache, --fan-in, top-k): bytes, samples/s, AUC",
     "dashboard": "pages of a run of a million steps and 64 workers; samples/s with and without the dashboard",
     "observe_cost": "spans and activity of processes: a step recorded against one that is not",
+    "planner": "step time as `shoal plan` predicts it against what was measured, several models by several strategies",
     "peers": "the click model against other parameter servers; installs them",
 }
 
@@ -225,6 +226,8 @@ CLICKS = (("single", 1, 0), ("ddp", 2, 0), ("ps", 2, 1), ("ps:async", 2, 1))
 
 EXCHANGE_WORKERS = (2, 4)
 
+CODEC_ROUNDS = 5
+
 KEPT_FROM_S = 2.0
 """What was measured for less says little, and is not kept for `--exchange auto`."""
 
@@ -290,6 +293,14 @@ def measure_exchange(seconds: float, emit: Callable[[Figure], None]) -> None:
         rule = exchange_rule.choose(measured, num_workers=workers, num_hosts=1, processor=platform.machine())
         where = f"kept in {exchange_rule.path()}" if kept else "not kept: too short, or no place for it"
         print(f"--exchange auto, {workers} workers: {rule} ({where})", file=sys.stderr)
+
+
+def measure_links(seconds: float, workers: int) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
+    """Seconds of every exchange by size, and of 4 MiB by every compressor, for the planner."""
+    with _job_runner(with_servers=False) as run_job:
+        by_size, *_ = run_job("exchange", seconds, "ddp", workers, 0)
+        codecs, *_ = run_job("codecs", CODEC_ROUNDS, "ddp", workers, 0)
+    return {int(size): medians for size, medians in by_size.items()}, codecs
 
 
 def _shown(num_bytes: int) -> str:

@@ -194,11 +194,52 @@ def _medians(reducers: dict[str, Reducer], native: Native, size: int, seconds: f
     return {name: statistics.median(took[1:]) for name, took in took_s.items()}
 
 
+CODEC_SIDE = 1024
+"""Of a square gradient: 4 MiB."""
+
+
+def run_codecs(out: Path, times: int) -> None:
+    """Sum a gradient by every compressor; its time, and with "none" that of the sum alone."""
+    import torch
+
+    from shoal.collectives.compression import Gradient, compressor
+    from shoal.collectives.exchanges import open_exchange
+    from shoal.collectives.reducer import Native
+    from shoal.config import job as jobs
+    from shoal.config.choices import COMPRESSORS
+    from shoal.recovery.elastic_group import elastic_group
+    from shoal.recovery.rendezvous import is_broken
+
+    job = jobs.current()
+    _ = elastic_group().reducer  # the group is there
+    reducer = open_exchange(job, Native(rank=job.rank, num_workers=job.num_workers, is_broken=is_broken))
+    flat, layout = torch.randn(CODEC_SIDE**2), [Gradient(0, (CODEC_SIDE, CODEC_SIDE))]
+
+    def plain() -> None:
+        reducer.finish(reducer.start_all_reduce(flat), "a sum")
+
+    medians = {"none": median_s(plain, times)}
+    for name in COMPRESSORS:
+        codec = compressor(name)
+        if codec is not None:
+
+            def summed(codec: Any = codec, name: str = name) -> None:
+                codec.finish(codec.start(0, flat, layout, reducer), reducer, f"a sum by {name}")
+                codec.commit()
+
+            medians[name] = median_s(summed, times)
+    reducer.close()
+    if job.rank == 0:
+        (out / "0.json").write_text(json.dumps(medians))
+
+
 if __name__ == "__main__":
     _, name, folder, argument = sys.argv
     if name == "kv":
         run_kv(Path(folder), int(argument))
     elif name == "click":
         run_click(Path(folder), float(argument))
+    elif name == "codecs":
+        run_codecs(Path(folder), int(argument))
     else:
         run_exchange(Path(folder), float(argument))

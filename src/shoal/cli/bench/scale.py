@@ -13,8 +13,6 @@ import typer
 from shoal.errors import ConfigError
 
 WIDTH = 40
-PAYS_FROM = 0.5
-"""A further worker pays where it adds at least this share of what one alone trains."""
 
 
 def parse_counts(said: str) -> list[int]:
@@ -81,7 +79,7 @@ def measure(
 
 def advice(lines: Sequence[dict[str, Any]]) -> str:
     """How many workers pay, in one sentence."""
-    from shoal.observe.figures import BEYOND_IDEAL
+    from shoal.observe.planner.cost_model import BEYOND_IDEAL, PAYS_FROM
 
     if len(lines) < 2:
         return "One number of workers tells nothing of the next: give more with -n 1,2,4."

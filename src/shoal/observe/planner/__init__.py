@@ -1,0 +1,1 @@
+"""Planner: measured script in, the strategy that suits it out."""

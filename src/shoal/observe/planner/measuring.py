@@ -1,0 +1,313 @@
+"""Measurements for a plan: short runs of the script with one worker and with several, read back from their directories.
+
+Each is a run of its own (`observe/trials.py`) in `<run-dir>/<script>-plan/`, where it can be looked at like any other. Three
+of them tell compute from its fixed part and from threads: one worker with all cores, one with a worker's share of them, and
+several workers under ddp.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.cluster.launch.threads import available_cores, threads_per_worker
+from shoal.errors import ClusterError, ConfigError
+from shoal.observe import record as records
+from shoal.observe import runs
+from shoal.observe.planner.cost_model import (
+    ROW_LAYERS,
+    TERMS,
+    ClusterShape,
+    LinkSpeed,
+    ModelLayer,
+    PlanCandidate,
+    Workload,
+    all_reduce_s,
+    compressed,
+    fitted,
+)
+from shoal.observe.trials import Trial
+
+MIN_STEPS = 8
+WARM_STEPS = 3
+QUICK = 0.25
+"""Quantile of step latencies that counts: other processes of a machine make steps longer, and never shorter."""
+
+STARVED = 0.75
+"""Share of the processor under which a measurement is of the machine's other work as well."""
+
+SPAN_TERM = {
+    "compute": "compute",
+    "exchange": "communication",
+    "push": "communication",
+    "pull": "communication",
+    "wait": "communication",
+    "apply": "apply",
+    "read": "read",
+}
+MAX_OVERLAP = 0.95
+CODEC_BYTES = 4 << 20
+"""Of the gradient by which compressors are measured."""
+
+COPIED_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """One short run, read back. Seconds are of one step."""
+
+    step_s: float
+    terms: Mapping[str, float]
+    batch: int
+    workers: int
+    threads: int
+    sent_bytes: float
+    """By each worker in a step."""
+
+    peak_bytes: int
+    cpu_share: float
+    """Processor time over the time in which its workers computed: under 1 where others had the processor."""
+
+    graph: Mapping[str, Any]
+
+
+def read_run(path: Path, *, is_synchronous: bool = True) -> MeasuredRun:
+    """Figures of a run. Workers that do not step together are measured by their samples."""
+    record = records.read(path)
+    loads = records.loads(record)
+    steps = sum(load.steps for load in loads.values())
+    if not steps:
+        raise ClusterError(f"{path} has no step of any worker.")
+    num_workers = len(loads)
+    per_worker = steps / num_workers
+    sizes = record.steps.samples
+    batch = round(
+        float(np.median(sizes)) if len(sizes) else sum(load.samples for load in loads.values()) / per_worker
+    )
+    latencies = record.steps.latencies_s()[WARM_STEPS:]
+    rate = records.samples_per_s(record) or 0.0
+    if is_synchronous and len(latencies) >= MIN_STEPS // 2:
+        step_s = float(np.quantile(latencies, QUICK))
+    else:
+        step_s = batch / rate if rate else math.inf
+    sums = dict.fromkeys(TERMS, 0.0)
+    for load in loads.values():
+        for kind, term in SPAN_TERM.items():
+            sums[term] += load.seconds.get(kind, 0.0)
+        spent = sum(load.seconds.get(kind, 0.0) for kind in (*SPAN_TERM, "checkpoint"))
+        sums["other"] += max(0.0, load.interval_s - spent)
+    whole = sum(sums.values())
+    return MeasuredRun(
+        step_s=step_s,
+        terms={term: spent / whole * step_s for term, spent in sums.items()},
+        batch=batch,
+        workers=num_workers,
+        threads=int(record.config.get("threads") or 1),
+        sent_bytes=sum(load.sent_bytes for load in loads.values()) / steps,
+        peak_bytes=max(load.peak_bytes for load in loads.values()),
+        cpu_share=sum(load.cpu_s for load in loads.values()) / max(sums["compute"] + sums["apply"], 1e-9),
+        graph=runs.read_json(path / "graph.json"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRuns:
+    """Runs one script again and again, for some seconds each."""
+
+    script: str
+    args: tuple[str, ...]
+    folder: Path
+    seconds: float
+    say: Callable[[str], None]
+    is_module: bool = False
+    shares: list[float] = field(default_factory=list)
+    """Of the processor, that the workers of each run had."""
+
+    def run(self, name: str, candidate: PlanCandidate, *, threads: int | None = None) -> MeasuredRun:
+        began = time.monotonic()
+        trial = Trial(
+            script=self.script,
+            args=self.args,
+            workers=candidate.workers,
+            options=(*candidate.flags()[2:], *(["-m"] if self.is_module else [])),
+            name=name,
+            run_dir=self.folder,
+            threads=threads,
+        )
+        trial.run(seconds=self.seconds, min_steps=MIN_STEPS)
+        found = read_run(self.folder / name, is_synchronous=candidate.is_exact or not candidate.servers)
+        self.shares.append(found.cpu_share)
+        of_threads = f", {found.threads} thread{'s' if found.threads > 1 else ''} each"
+        self.say(
+            f"measured {candidate.name} on {candidate.workers} worker{'s' if candidate.workers > 1 else ''}{of_threads}: "
+            f"{found.step_s * 1e3:.3g} ms a step ({time.monotonic() - began:.0f} s)"
+        )
+        return found
+
+
+def disturbed(shares: Sequence[float]) -> str:
+    """A sentence where other processes had the machine while it was measured; else nothing. Accelerators compute without the processor."""
+    if not shares or min(shares) >= STARVED:
+        return ""
+    return (
+        f"note: while they computed, workers had as little as {min(shares):.0%} of a core: other processes were using this machine. Predictions and "
+        "measurements are of the machine as it was; plan again while nothing else runs."
+    )
+
+
+SINGLE = PlanCandidate(workers=1, strategy="single")
+
+
+def calibrate(runs_: ScriptRuns, num_workers: int) -> tuple[MeasuredRun, MeasuredRun, MeasuredRun | None]:
+    """One worker, one with the threads that it has among several, and several under ddp (None for one)."""
+    alone = runs_.run("n1", SINGLE)
+    if num_workers == 1:
+        return alone, alone, None
+    threads = threads_per_worker(num_workers, cores=available_cores(), env={})
+    narrow = alone if threads >= alone.threads else again(runs_, "n1-narrow", SINGLE, threads=threads)
+    return alone, narrow, again(runs_, f"n{num_workers}", PlanCandidate(workers=num_workers, strategy="ddp"))
+
+
+def again(
+    runs_: ScriptRuns, name: str, candidate: PlanCandidate, *, threads: int | None = None
+) -> MeasuredRun:
+    """Run a script that ran before. One that cannot is told apart from one that this strategy cannot train."""
+    try:
+        return runs_.run(name, candidate, threads=threads)
+    except ClusterError as failed:
+        try:
+            runs_.run("n1-again", SINGLE)
+        except ClusterError as error:
+            raise ConfigError(
+                f"the script '{runs_.script}' cannot be run twice: it trained the first time, and the next run of the same command "
+                "failed. A plan measures it several times, so none was made; have the script write where nothing is yet (shoal "
+                f"gives each run a directory of its own, trainer.run_dir), or skip what is there. {_last_lines(error)}"
+            ) from None
+        raise failed
+
+
+def _last_lines(error: ClusterError) -> str:
+    return str(error)[str(error).find("Its last lines:") :]
+
+
+def workload_of(
+    alone: MeasuredRun, narrow: MeasuredRun, several: MeasuredRun | None, cluster: ClusterShape
+) -> Workload:
+    """The workload that explains the calibration: predicted again, it gives the same step."""
+    layers = layers_of(alone.graph)
+    parameter_bytes = sum(layer.parameter_bytes for layer in layers)
+    base = Workload(
+        batch=alone.batch,
+        alone=dict(alone.terms),
+        compute_s=alone.terms["compute"],
+        apply_s=alone.terms["apply"],
+        read_s=alone.terms["read"],
+        other_s=alone.terms["other"],
+        threads=alone.threads,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=parameter_bytes,
+        layers=layers,
+        is_batch_dependent=any("BatchNorm" in layer.kind for layer in layers),
+        peak_bytes=alone.peak_bytes,
+    )
+    if several is None:
+        return base
+    n, slice_s, whole_s = several.workers, several.terms["compute"], narrow.terms["compute"]
+    fixed_s = min(max((n * slice_s - whole_s) / (n - 1), 0.0), slice_s)
+    dense, rows = _told_apart(several.sent_bytes, layers, parameter_bytes)
+    sum_s = all_reduce_s("auto", dense, n, cluster, hosts=1) + all_reduce_s(
+        "allgather", rows, n, cluster, hosts=1
+    )
+    exposed_s = several.terms["communication"]
+    gain = 1.0
+    if narrow.threads < alone.threads and whole_s > 0 < alone.terms["compute"]:
+        gain = math.log(whole_s / alone.terms["compute"]) / math.log(alone.threads / narrow.threads)
+    return replace(
+        base,
+        compute_s=fixed_s + n * (slice_s - fixed_s),
+        fixed_s=fixed_s,
+        apply_s=several.terms["apply"],
+        read_s=n * several.terms["read"],
+        other_s=several.terms["other"],
+        threads=several.threads,
+        thread_gain=min(max(gain, 0.0), 1.0),
+        overlap=min(max(1 - exposed_s / sum_s, 0.0), MAX_OVERLAP) if sum_s else 0.0,
+        waiting_s=max(0.0, exposed_s - sum_s),
+        parameter_bytes=parameter_bytes or round(several.sent_bytes),
+        gradient_bytes=round(dense),
+        row_bytes=round(n * rows),
+    )
+
+
+def _told_apart(sent: float, layers: Sequence[ModelLayer], parameter_bytes: int) -> tuple[float, float]:
+    """Bytes of dense gradients, and of rows of one worker: where less was sent than there are parameters, embeddings were sparse."""
+    dense = sum(layer.parameter_bytes for layer in layers if layer.kind not in ROW_LAYERS)
+    is_sparse = dense < parameter_bytes and dense <= sent < 0.9 * parameter_bytes
+    return (dense, sent - dense) if is_sparse else (sent, 0.0)
+
+
+def layers_of(graph: Mapping[str, Any]) -> tuple[ModelLayer, ...]:
+    """Layers of graph.json, joins left out."""
+    return tuple(
+        ModelLayer(
+            name=str(layer["name"]),
+            kind=str(layer["kind"]),
+            parameters=int(layer["parameters"]),
+            parameter_bytes=int(layer["parameter_bytes"]),
+            output_bytes=int(layer["output_bytes"]),
+            features=_features(str(layer["kind"]), str(layer["shape"])),
+        )
+        for layer in graph.get("layers", ())
+        if not layer.get("is_join")
+    )
+
+
+def _features(kind: str, shape: str) -> int:
+    """Of an output N×...×features, or N×channels×... of a convolution."""
+    sizes = shape.split("×")
+    at = 1 if "Conv" in kind and len(sizes) > 2 else -1
+    return int(sizes[at]) if sizes[at].isdecimal() else 0
+
+
+# ---- links ----------------------------------------------------------------------------------------
+
+
+def links_of(by_size: Mapping[int, Mapping[str, float]], num_workers: int) -> dict[str, LinkSpeed]:
+    """Latency and bandwidth of each exchange within a host, from seconds by size and exchange."""
+    names = {name for medians in by_size.values() for name in medians}
+    return {
+        name: fitted(name, {size: medians[name] for size, medians in by_size.items()}, num_workers)
+        for name in sorted(names)
+    }
+
+
+def codecs_of(seconds: Mapping[str, float], cluster: ClusterShape, num_workers: int) -> dict[str, float]:
+    """Seconds a byte that compressors take beside the sum of what they send."""
+    side = math.isqrt(CODEC_BYTES // 4)
+    layer = ModelLayer(
+        name="", kind="Linear", parameters=side * side, parameter_bytes=CODEC_BYTES, features=side
+    )
+    found = {}
+    for name, took_s in seconds.items():
+        if name != "none":
+            sent = compressed(name, CODEC_BYTES, num_workers, [layer])
+            sum_s = seconds["none"] * sent / CODEC_BYTES
+            found[name] = max(0.0, took_s - sum_s) / CODEC_BYTES
+    return found
+
+
+def copy_bytes_per_s() -> float:
+    """Of the quickest of a few copies in memory."""
+    source, target = np.ones(COPIED_BYTES, np.uint8), np.empty(COPIED_BYTES, np.uint8)
+    took_s = []
+    for _ in range(4):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        took_s.append(time.perf_counter() - began)
+    return COPIED_BYTES / min(took_s)

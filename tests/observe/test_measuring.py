@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.observe.planner.cost_model import SUMS, TERMS, ClusterShape, LinkSpeed, PlanCandidate, predict
+from shoal.observe.planner.measuring import (
+    MeasuredRun,
+    codecs_of,
+    disturbed,
+    layers_of,
+    links_of,
+    workload_of,
+)
+
+GRAPH = {
+    "layers": [
+        {"name": "rows", "kind": "Embedding", "shape": "N×4×8", "parameters": 8000, "parameter_bytes": 32000},
+        {"name": "conv", "kind": "Conv2d", "shape": "N×16×5×5", "parameters": 144, "parameter_bytes": 576},
+        {
+            "name": "add",
+            "kind": "add",
+            "shape": "N×8",
+            "parameters": 0,
+            "parameter_bytes": 0,
+            "is_join": True,
+        },
+        {"name": "head", "kind": "Linear", "shape": "N×8", "parameters": 264, "parameter_bytes": 1056},
+    ]
+}
+for _layer in GRAPH["layers"]:
+    _layer["output_bytes"] = 4096
+
+
+def measured(workers: int, threads: int, sent: float = 0.0, **terms: float) -> MeasuredRun:
+    found = dict.fromkeys(TERMS, 0.0) | terms
+    return MeasuredRun(
+        step_s=sum(found.values()),
+        terms=found,
+        batch=64,
+        workers=workers,
+        threads=threads,
+        sent_bytes=sent,
+        peak_bytes=300 << 20,
+        cpu_share=1.0,
+        graph=GRAPH,
+    )
+
+
+seconds = st.floats(1e-4, 1.0)
+
+
+@given(seconds, seconds, seconds, seconds, st.floats(0, 0.1), st.floats(0, 0.1), st.floats(100.0, 1e7))
+def test_a_calibration_predicts_itself(
+    alone_s: float,
+    narrow_s: float,
+    slice_s: float,
+    apply_s: float,
+    read_s: float,
+    exposed_s: float,
+    sent: float,
+) -> None:
+    """However odd the measurements: what they are explained by gives them again, unless more was hidden than there was to hide behind."""
+    cluster = ClusterShape(per_host=2, cores=2, exchanges={name: LinkSpeed(1e-4, 1e9) for name in SUMS})
+    several = measured(
+        2, 1, sent, compute=slice_s, apply=apply_s, read=read_s, communication=exposed_s, other=0.001
+    )
+    alone = measured(1, 2, compute=alone_s, apply=apply_s)
+    workload = workload_of(alone, measured(1, 1, compute=narrow_s), several, cluster)
+    single = predict(PlanCandidate(workers=1, strategy="single"), workload, cluster)
+    assert single.step_s == pytest.approx(alone.step_s)
+    ddp = predict(PlanCandidate(workers=2, strategy="ddp"), workload, cluster)
+    for term in ("compute", "apply", "read", "other"):
+        assert ddp.terms[term] == pytest.approx(several.terms[term])
+    sum_s = (exposed_s - workload.waiting_s) / (1 - workload.overlap)
+    is_hidden = workload.overlap * sum_s <= slice_s / 2 and 0.06 * sum_s < exposed_s
+    if is_hidden and workload.overlap < 0.9:
+        assert ddp.terms["communication"] == pytest.approx(exposed_s, rel=1e-6, abs=1e-9)
+
+
+def test_sparse_rows_are_told_from_dense_gradients_by_what_was_sent() -> None:
+    cluster = ClusterShape(per_host=2, cores=2)
+    runs: list[Any] = [measured(1, 2, compute=0.1), measured(1, 1, compute=0.1)]
+    sparse = workload_of(*runs, measured(2, 1, 576 + 1056 + 500.0, compute=0.05), cluster)
+    assert (sparse.gradient_bytes, sparse.row_bytes) == (576 + 1056, 1000)
+    dense = workload_of(*runs, measured(2, 1, 33632.0, compute=0.05), cluster)
+    assert (dense.gradient_bytes, dense.row_bytes) == (33632, 0)
+
+
+def test_layers_have_the_features_of_their_outputs() -> None:
+    assert [(layer.name, layer.features) for layer in layers_of(GRAPH)] == [
+        ("rows", 8),
+        ("conv", 16),
+        ("head", 8),
+    ]
+    assert layers_of({}) == ()
+
+
+def test_links_and_compressors_from_their_times() -> None:
+    by_size = {4096: {"ring": 2e-4, "shm": 2e-5}, 1 << 20: {"ring": 2e-3, "shm": 2e-4}}
+    links = links_of(by_size, 2)
+    assert links["shm"].bytes_per_s > links["ring"].bytes_per_s
+    assert links["ring"].latency_s == pytest.approx(1e-4)
+    codecs = codecs_of({"none": 4e-3, "bf16": 6e-3, "int8": 1e-3}, ClusterShape(), 2)
+    assert codecs["bf16"] == pytest.approx((6e-3 - 2e-3) / (4 << 20))
+    assert codecs["int8"] == 0.0
+
+
+def test_a_machine_that_others_used_is_named() -> None:
+    assert disturbed([1.0, 0.9]) == ""
+    assert "as little as 22% of a core" in disturbed([1.0, 0.22])

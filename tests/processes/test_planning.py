@@ -1,0 +1,83 @@
+"""`shoal plan`, `shoal run --plan`: measured, predicted, run; a model that changed since; a script that cannot be run twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from shoal.errors import ConfigError
+from shoal.observe.planner.measuring import ScriptRuns, calibrate
+
+Invoke = Callable[..., Result]
+
+pytestmark = pytest.mark.timeout(540)  # each run that is measured is a process that imports torch
+
+SCRIPT = """
+import pathlib, sys, torch, shoal
+from torch import nn
+
+width, epochs = int(pathlib.Path("width").read_text()), int(sys.argv[1])
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2))
+trainer = shoal.Trainer(model, loss=nn.CrossEntropyLoss(), seed=0,
+                        optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+data = shoal.Dataset.from_arrays((torch.randn(256, 8), torch.arange(256) % 2))
+trainer.fit(data.batch(32), epochs=epochs)
+"""
+
+
+def test_a_script_is_planned_run_and_refused_once_its_model_has_changed(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # one worker then is measured once
+    (tmp_path / "width").write_text("64")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    shown = invoke(
+        "plan", "train.py", "40", "--per-host", "2", "--try", "1", "--seconds", "0.5", "--price", "3.6"
+    )
+    assert shown.exit_code == 0, shown.output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["args"] == ["40"]
+    assert plan["model"]["0.weight"] == [64, 8]
+    assert plan["workload"]["batch"] == 32
+    ways = {(each["way"], each["workers"]): each for each in plan["candidates"]}
+    assert ways["single", 1]["measured_s"] == pytest.approx(ways["single", 1]["predicted_s"])
+    assert {("fsdp", 2), ("tp", 2), ("ps --servers 1", 2), ("ddp --exchange ring --compress int8", 2)} <= set(
+        ways
+    )
+    assert sum(each["measured_s"] is not None for each in plan["candidates"]) == 2
+    assert any(each["reason"].startswith("4 stages are more than the 2 layers") for each in plan["dropped"])
+    assert f"Plan: {plan['strategy']}" in shown.stdout
+    assert plan["why"] in shown.stdout
+    assert plan["stops_paying"] in shown.stdout
+
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"workers": 2, "strategy": "ddp", "args": ["2"]}))
+    done = invoke("run", "--plan", "plan.json", "--name", "planned")
+    assert done.exit_code == 0, done.output
+    config = json.loads((tmp_path / "runs" / "planned" / "config.json").read_text())
+    assert (config["workers"], config["strategy"], config["args"]) == (2, "ddp", ["2"])
+    assert config["options"]["workers"]["origin"] == "plan.json"
+
+    (tmp_path / "width").write_text("32")
+    refused = invoke("run", "--plan", "plan.json", "--name", "changed")
+    assert refused.exit_code == 2
+    said = " ".join(refused.output.split())
+    assert "the model has changed since the plan was made: '0.weight' is 32×8 now and was 64×8 then" in said
+
+
+def test_a_script_that_cannot_be_run_twice_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "width").write_text("8")
+    (tmp_path / "once.py").write_text("import pathlib\npathlib.Path('made').mkdir()\n" + SCRIPT)
+    runs = ScriptRuns(
+        script=str(tmp_path / "once.py"), args=("40",), folder=tmp_path / "runs", seconds=0.2, say=print
+    )
+    with pytest.raises(ConfigError, match=r"(?s)cannot be run twice.*none was made.*FileExistsError"):
+        calibrate(runs, 2)
