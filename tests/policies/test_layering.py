@@ -12,6 +12,7 @@ from parsed import PACKAGE, Module
 
 LAYERS = (
     {"cli"},
+    {"jobqueue"},
     {"observe"},
     {"train"},
     {"parallel"},
@@ -37,7 +38,7 @@ FACADES = {
 }
 
 TORCH = ("torch", "torchmetrics", "safetensors.torch")
-WITHOUT_TORCH = {"errors", "config", "engines", "runtime", "cluster", "observe", "cli"}
+WITHOUT_TORCH = {"errors", "config", "engines", "runtime", "cluster", "observe", "jobqueue", "cli"}
 RUN_IN_WORKERS = {
     "shoal.cluster.worker.process",
     "shoal.recovery.rendezvous",

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import shoal
-from shoal.cli import chaos, doctor, hosts, init, map_reduce, render, resume, run, scale, sweep, verify
+from shoal.cli import chaos, doctor, hosts, init, jobs, map_reduce, render, resume, run, scale, sweep, verify
 from shoal.cli.bench import command as bench
 from shoal.cli.inspect import dashboard, graph, report, stack, status, trace
 from shoal.cli.verb import ScriptVerb, Verb, Verbs
@@ -63,6 +63,7 @@ app.command(
 app.command("sweep", cls=Verb, epilog=sweep.EXAMPLES, context_settings={"allow_interspersed_args": False})(
     sweep.sweep
 )
+app.add_typer(jobs.app, name="jobs")
 app.command("map-reduce", cls=Verb, epilog=map_reduce.EXAMPLES)(map_reduce.map_reduce)
 app.command("doctor", cls=Verb)(doctor.doctor)
 app.command("bench", cls=Verb, epilog=bench.EXAMPLES)(bench.bench)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -69,6 +69,20 @@ BEFORE_SCRIPT = (
     "--oversubscribe",
 )
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
+
+
+RESERVED = ("name", "run-dir", "again", "overwrite")
+"""Options of `shoal run` that whoever starts several runs gives itself: it has to find what they wrote."""
+
+
+def parse_words(words: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The command `shoal run` of typer, and the options and script that words say for it, as they stand."""
+    from shoal.cli import app
+
+    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    context = typer.Context(command, info_name="shoal run", **command.context_settings)
+    given, _, _ = command.make_parser(context).parse_args(args=list(words))
+    return command, given
 
 
 @takes_host_options()
