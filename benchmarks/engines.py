@@ -12,6 +12,8 @@ import contextlib
 import json
 import os
 import shutil
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,12 +28,14 @@ import psutil
 
 from benchmarks.click_model import write_data
 from benchmarks.harness import Report, timed
+from shoal.cluster.hosts.engine_hosts import own_address
 from shoal.engines import registry
 from shoal.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "click_train.py"
 RECOVERING = Path(__file__).parent / "scripts" / "recovering.py"
 WORKERS = 2
+RAY_PORT = 26479
 WARM = 2.0
 NUM_STEPS, KILL_AT = 240, 60
 """Of a run with a kill: its steps, and the one that is committed before the kill."""
@@ -63,7 +67,7 @@ ENGINES = {
         [
             sys.executable,
             "-c",
-            "import ray; ray.init(address='auto', logging_level='ERROR')\n"
+            "import ray; ray.init(logging_level='ERROR')\n"
             "@ray.remote\nclass A:\n  def f(self): return 1\n"
             "ray.get(A.remote().f.remote())",
         ],
@@ -100,14 +104,25 @@ def started(engines: list[str], folder: Path) -> Iterator[dict[str, str]]:
             command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
             head = stack.enter_context(
                 subprocess.Popen(
-                    [*command, "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"],
+                    [
+                        *command,
+                        f"--port={RAY_PORT}",
+                        "--num-cpus=4",
+                        "--include-dashboard=false",
+                        "--disable-usage-stats",
+                    ],
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                 )
             )
             stack.callback(head.terminate)
-            time.sleep(10)  # Ray answers seconds after it was started
+            env["RAY_ADDRESS"] = f"{own_address()}:{RAY_PORT}"  # another Ray may run here
+            for _ in range(300):  # Ray answers seconds after it was started
+                with contextlib.suppress(OSError):
+                    socket.create_connection((own_address(), RAY_PORT), 1).close()
+                    break
+                time.sleep(0.2)
         yield env
 
 
@@ -212,7 +227,29 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in found if line.endswith("}")]
 
 
+def kill_hosts(
+    report: Report, engines: list[str], env: dict[str, str], folder: Path, *, num_kills: int
+) -> None:
+    """Kill a slot of each engine; seconds to the next commit, and whether the bits are those of an undisturbed run here."""
+    _, calm = kill("", env, folder)
+    for engine in engines:
+        kills = [kill(engine, env, folder) for _ in range(num_kills)]
+        waits = [wait for wait, _ in kills if wait is not None]
+        values = {
+            "killed": ENGINES[engine].unit,
+            "kills": len(waits),
+            "kill_to_commit_s": round(statistics.median(waits), 2) if waits else None,
+            "bits_equal": all(weights == calm and len(weights) == 1 for _, weights in kills),
+            "load_average": round(os.getloadavg()[1], 1),
+        }
+        report.add(
+            f"{engine} kill", values, model="mlp", strategy="ddp", workers=WORKERS, hosts=2, steps=NUM_STEPS
+        )
+        report.save()
+
+
 def main(quick: bool = False) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines end with it
     engines = []
     for engine in ENGINES:
         try:
@@ -220,10 +257,11 @@ def main(quick: bool = False) -> None:
             engines.append(engine)
         except ConfigError as error:
             print(f"{engine} is skipped: {error}", file=sys.stderr)
-    report, rounds, seconds = Report("engines", keeps_others=True), 2 if quick else 5, 4.0 if quick else 8.0
+    report, rounds, seconds = Report("engines", keeps_others=True), 1 if quick else 5, 3.0 if quick else 8.0
     with tempfile.TemporaryDirectory() as name, started(engines, folder := Path(name)) as env:
         (folder / "data").mkdir()
         write_data(folder / "data")
+        kill_hosts(report, engines, env, folder, num_kills=1 if quick else 3)
         for model in MODELS:
             found: dict[str, list[tuple[float, float]]] = {each: [] for each in ("", *engines)}
             for number in range(rounds):  # who goes first changes
@@ -258,24 +296,3 @@ def main(quick: bool = False) -> None:
                     engine, values, model=model, strategy="ddp", workers=WORKERS, hosts=1, seconds=seconds
                 )
             report.save()
-        _, calm = kill("", env, folder)
-        for engine in engines:
-            kills = [kill(engine, env, folder) for _ in range(1 if quick else 3)]
-            waits = [wait for wait, _ in kills if wait is not None]
-            values = {
-                "killed": ENGINES[engine].unit,
-                "kills": len(waits),
-                "kill_to_commit_s": round(statistics.median(waits), 2) if waits else None,
-                "bits_equal": all(weights == calm and len(weights) == 1 for _, weights in kills),
-                "load_average": round(os.getloadavg()[1], 1),
-            }
-            report.add(
-                f"{engine} kill",
-                values,
-                model="mlp",
-                strategy="ddp",
-                workers=WORKERS,
-                hosts=2,
-                steps=NUM_STEPS,
-            )
-        report.save()

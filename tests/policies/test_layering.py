@@ -12,7 +12,6 @@ from parsed import PACKAGE, Module
 
 LAYERS = (
     {"cli"},
-    {"jobqueue"},
     {"observe"},
     {"train"},
     {"parallel"},
@@ -38,7 +37,7 @@ FACADES = {
 }
 
 TORCH = ("torch", "torchmetrics", "safetensors.torch")
-WITHOUT_TORCH = {"errors", "config", "engines", "runtime", "cluster", "observe", "jobqueue", "cli"}
+WITHOUT_TORCH = {"errors", "config", "engines", "runtime", "cluster", "observe", "cli"}
 RUN_IN_WORKERS = {
     "shoal.cluster.worker.process",
     "shoal.recovery.rendezvous",

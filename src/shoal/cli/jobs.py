@@ -19,7 +19,7 @@ from shoal.config.parallel_options import parse_size
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.jobqueue.scheduler import Amount
+    from shoal.cluster.jobqueue.scheduler import Amount
 
 EXAMPLES = {
     "submit": (
@@ -85,9 +85,9 @@ def submit(
     queue: QueueDir = QUEUE,
 ) -> None:
     """Put a job into the queue; prints its number."""
-    from shoal.jobqueue.queue import Queue
-    from shoal.jobqueue.runner import machine
-    from shoal.jobqueue.scheduler import Amount, Pool, Request
+    from shoal.cluster.jobqueue.queue import Queue
+    from shoal.cluster.jobqueue.runner import machine
+    from shoal.cluster.jobqueue.scheduler import Amount, JobRequest, Pool
 
     _, given = parse_words(words)
     if taken := [name for name in (*RESERVED, "hosts") if name.replace("-", "_") in given]:
@@ -106,7 +106,7 @@ def submit(
         )
     workers = -(-int(given.get("workers") or 1) // hosts)
     need = Amount(cores=cores or workers, gpus=gpus, memory=_size("--memory", memory))
-    request = Request(id=0, need=need, hosts=hosts, user=user or getpass.getuser(), priority=priority)
+    request = JobRequest(id=0, need=need, hosts=hosts, user=user or getpass.getuser(), priority=priority)
     there = Queue(queue)
     pool = there.pool or Pool(hosts={"": machine()})
     if refusal := pool.refusal(request):
@@ -165,9 +165,9 @@ def run(
     queue: QueueDir = QUEUE,
 ) -> None:
     """Run the jobs of a queue as room comes free. Killed and started again, it finds what runs."""
-    from shoal.jobqueue.queue import Queue
-    from shoal.jobqueue.runner import Runner, machine
-    from shoal.jobqueue.scheduler import Amount, Pool
+    from shoal.cluster.jobqueue.queue import Queue
+    from shoal.cluster.jobqueue.runner import Runner, machine
+    from shoal.cluster.jobqueue.scheduler import Amount, Pool
 
     here = machine()
     own = Amount(
@@ -231,8 +231,8 @@ def cancel(
     id: Annotated[int, typer.Argument(metavar="ID", help="Number of the job.")], queue: QueueDir = QUEUE
 ) -> None:
     """Take a waiting job out of the queue; have a running one save and leave."""
-    from shoal.jobqueue.queue import JobState
-    from shoal.jobqueue.runner import stop
+    from shoal.cluster.jobqueue.queue import JobState
+    from shoal.cluster.jobqueue.runner import stop
 
     there = _existing(queue)
     job = there.cancel(id)
@@ -249,7 +249,7 @@ def cancel(
 
 
 def _existing(folder: Path) -> Any:
-    from shoal.jobqueue.queue import Queue
+    from shoal.cluster.jobqueue.queue import Queue
 
     if not (folder / "queue.sqlite").is_file():
         raise ConfigError(

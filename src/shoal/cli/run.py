@@ -33,7 +33,9 @@ from shoal.cli.options import (
     takes_parallel_options,
 )
 from shoal.cli.verb import leave
+from shoal.config import strategy as strategies
 from shoal.config.parallel_options import ParallelOptions, options_of
+from shoal.engines import tasks
 from shoal.errors import ConfigError
 
 EXAMPLES = (
@@ -173,6 +175,10 @@ def run(
         raise ConfigError(
             "--dashboard-port is for --dashboard, which was not given. Nothing was started; add --dashboard."
         )
+    tasks_on = ""
+    if hosting.on and strategy is not None and strategies.parse(strategy).base == "mapreduce":
+        tasks_on, hosting = hosting.on, hosting._replace(on=None)
+        tasks.parse(tasks_on)
     world = enter_world(hosting.on)
     if world is not None and world.rank > 0:
         raise typer.Exit(follow_world(world, hosting.bind, run_dir))
@@ -203,7 +209,7 @@ def run(
         min_workers=min_workers,
         oversubscribe=oversubscribe,
         faults=Faults.parse(faults) if faults else None,
-        **options_of(parallel),
+        **options_of(parallel) | {"tasks_on": tasks_on},
     )
     misplaced = [option for option in BEFORE_SCRIPT if option in asked.args]
     if misplaced and workers == 1 and strategy is None:

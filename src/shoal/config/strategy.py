@@ -21,10 +21,10 @@ class StrategyChoice(Choice):
     """A strategy, or a family of them: K in its form is a number."""
 
     base: str = ""
-    """"single", "ddp", "mesh" or "ps"."""
+    """"single", "ddp", "mapreduce", "mesh" or "ps"."""
 
     mode: str = ""
-    """Of ps: "exact", "ssp", "async", "hybrid", "drop" or "stale"."""
+    """Of ps: "exact", "ssp", "async", "hybrid", "drop" or "stale"; of mapreduce: "rounds"."""
 
     also: str = ""
     """Another form of the same strategy, with a bound."""
@@ -45,6 +45,13 @@ STRATEGIES = Registry(
         "data parallel: every worker holds the model, gradients are summed by all-reduce",
         "shoal.parallel.ddp:Ddp",
         base="ddp",
+    ),
+    StrategyChoice(
+        "mapreduce",
+        "rounds of local training as tasks, here or on Ray or Spark, whose models are averaged",
+        "shoal.parallel.mapreduce:for_job",
+        base="mapreduce",
+        mode="rounds",
     ),
     StrategyChoice("fsdp", "data parallel, parameters sharded over the workers", _MESH, base="mesh"),
     StrategyChoice("tp", "tensor parallel: each layer cut over the workers", _MESH, base="mesh"),

@@ -61,7 +61,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineJob:
+class EngineEntry:
     """A job in an engine's own queue, in the engine's words. A module with a queue gives them by `queue(detail)`."""
 
     id: str

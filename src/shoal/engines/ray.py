@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.config.hosts import Resources
-from shoal.engines.protocol import EngineJob, Ticket, join_function, reach
+from shoal.engines.protocol import EngineEntry, Ticket, join_function, reach
 from shoal.errors import ConfigError
 
 GB = 1 << 30
@@ -135,7 +135,7 @@ def _slot_class() -> type:
     return RaySlot
 
 
-def queue(detail: str) -> list[EngineJob]:
+def queue(detail: str) -> list[EngineEntry]:
     """Placement groups of Ray, as it has them: one for each job of shoal, by the name of its run."""
     import ray
 
@@ -145,7 +145,7 @@ def queue(detail: str) -> list[EngineJob]:
     finally:
         ray.shutdown()
     return [
-        EngineJob(
+        EngineEntry(
             id=group["placement_group_id"][:12],
             name=group["name"],
             state=group["state"].lower(),

@@ -23,8 +23,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from shoal.cluster.jobqueue.scheduler import Amount, JobRequest, Pool
 from shoal.errors import ConfigError
-from shoal.jobqueue.scheduler import Amount, Pool, Request
 
 BUSY_TIMEOUT_S = 30.0
 
@@ -52,7 +52,7 @@ class JobState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedJob:
+class QueueEntry:
     """A job, as the database has it."""
 
     id: int
@@ -87,9 +87,9 @@ class QueuedJob:
     reason: str
 
     @property
-    def request(self) -> Request:
+    def request(self) -> JobRequest:
         need = Amount(cores=self.cores, gpus=self.gpus, memory=self.memory)
-        return Request(id=self.id, need=need, hosts=self.hosts, user=self.user, priority=self.priority)
+        return JobRequest(id=self.id, need=need, hosts=self.hosts, user=self.user, priority=self.priority)
 
     @property
     def run(self) -> str:
@@ -162,7 +162,7 @@ class Queue:
 
     # ---- jobs -----------------------------------------------------------------------------------
 
-    def submit(self, request: Request, words: list[str], cwd: str) -> int:
+    def submit(self, request: JobRequest, words: list[str], cwd: str) -> int:
         """Number of a new job; the request's own is not looked at."""
         need = request.need
         found = self._db.execute(
@@ -176,12 +176,12 @@ class Queue:
         assert found.lastrowid is not None
         return found.lastrowid
 
-    def jobs(self, *states: JobState) -> list[QueuedJob]:
+    def jobs(self, *states: JobState) -> list[QueueEntry]:
         """Jobs in these states, or all, in the order of their submission."""
         where = f"where state in ({', '.join('?' * len(states))})" if states else ""
         return [_job(row) for row in self._db.execute(f"select * from jobs {where} order by id", states)]
 
-    def job(self, id: int) -> QueuedJob:
+    def job(self, id: int) -> QueueEntry:
         row = self._db.execute("select * from jobs where id = ?", (id,)).fetchone()
         if row is None:
             there = [each.id for each in self.jobs()]
@@ -191,7 +191,7 @@ class Queue:
             )
         return _job(row)
 
-    def cancel(self, id: int) -> QueuedJob:
+    def cancel(self, id: int) -> QueueEntry:
         """Take a waiting job out, or ask for the end of a running one; the job as it was."""
         with self._transaction():
             job = self.job(id)
@@ -252,8 +252,8 @@ def _plain(amount: Amount) -> dict[str, int]:
     return {"cores": amount.cores, "gpus": amount.gpus, "memory": amount.memory}
 
 
-def _job(row: sqlite3.Row) -> QueuedJob:
+def _job(row: sqlite3.Row) -> QueueEntry:
     said = {name: row[name] for name in row.keys()}  # noqa: SIM118  # a Row iterates over its values
     said |= {"words": json.loads(row["words"]), "placed": json.loads(row["placed"])}
     said |= {"state": JobState(row["state"]), "cancelled": bool(row["cancelled"])}
-    return QueuedJob(**said)
+    return QueueEntry(**said)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.jobqueue.scheduler import (
+from shoal.cluster.jobqueue.scheduler import (
     Action,
     Amount,
     Cancelled,
     Ended,
     Found,
+    JobRequest,
     Pool,
     Refuse,
-    Request,
     Scheduler,
     Start,
     Stop,
@@ -21,8 +21,8 @@ from shoal.jobqueue.scheduler import (
 )
 
 
-def _job(id: int, cores: int = 1, *, user: str = "", priority: int = 0, hosts: int = 1) -> Request:
-    return Request(id=id, need=Amount(cores=cores), user=user, priority=priority, hosts=hosts)
+def _job(id: int, cores: int = 1, *, user: str = "", priority: int = 0, hosts: int = 1) -> JobRequest:
+    return JobRequest(id=id, need=Amount(cores=cores), user=user, priority=priority, hosts=hosts)
 
 
 def _two_cores() -> Scheduler:
@@ -97,8 +97,8 @@ def test_no_sequence_goes_over_capacity_or_quota_and_none_starves_within_a_prior
         hosts={str(number): amount for number, amount in enumerate(hosts)},
         quotas={"": quota} if quota is not None else {},
     )
-    scheduler, jobs = Scheduler(pool), dict[int, Request]()
-    waiting, running = dict[int, Request](), dict[int, tuple[str, ...]]()
+    scheduler, jobs = Scheduler(pool), dict[int, JobRequest]()
+    waiting, running = dict[int, JobRequest](), dict[int, tuple[str, ...]]()
 
     def used(user: str) -> Amount:
         return sum((jobs[id].total for id in running if jobs[id].user == user), Amount())
@@ -125,7 +125,7 @@ def test_no_sequence_goes_over_capacity_or_quota_and_none_starves_within_a_prior
     for event in events:
         if isinstance(event, tuple):
             need, num_hosts, user, priority = event
-            job = Request(id=len(jobs), need=need, hosts=num_hosts, user=user, priority=priority)
+            job = JobRequest(id=len(jobs), need=need, hosts=num_hosts, user=user, priority=priority)
             jobs[job.id] = waiting[job.id] = job
             carry_out(scheduler.handle(Submitted(job)))
         elif running:

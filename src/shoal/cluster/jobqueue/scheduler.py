@@ -41,7 +41,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class JobRequest:
     """A job as the scheduler knows it."""
 
     id: int
@@ -73,7 +73,7 @@ class Pool:
     def quota(self, user: str) -> Amount | None:
         return self.quotas.get(user, self.quotas.get(""))
 
-    def refusal(self, request: Request) -> str:
+    def refusal(self, request: JobRequest) -> str:
         """Why a job could never run: what it asks for, and what there is. Empty where it could."""
         quota = self.quota(request.user)
         first, *_ = self.hosts.values()
@@ -95,14 +95,14 @@ class Pool:
 class Submitted:
     """A job came into the queue."""
 
-    request: Request
+    request: JobRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """A job already runs on these hosts: the runner was started anew."""
 
-    request: Request
+    request: JobRequest
     hosts: tuple[str, ...]
 
 
@@ -154,8 +154,8 @@ class Scheduler:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._waiting: dict[int, Request] = {}
-        self._running: dict[int, tuple[Request, tuple[str, ...]]] = {}
+        self._waiting: dict[int, JobRequest] = {}
+        self._running: dict[int, tuple[JobRequest, tuple[str, ...]]] = {}
 
     def handle(self, event: Event) -> list[Action]:
         """Apply one event; return what must now be done, in order."""
@@ -200,14 +200,14 @@ class Scheduler:
             started.append(Start(request.id, hosts))
         return started
 
-    def _in_order(self) -> list[Request]:
+    def _in_order(self) -> list[JobRequest]:
         return sorted(self._waiting.values(), key=self._rank)
 
     @staticmethod
-    def _rank(request: Request) -> tuple[int, int]:
+    def _rank(request: JobRequest) -> tuple[int, int]:
         return -request.priority, request.id
 
-    def _is_over_quota(self, request: Request) -> bool:
+    def _is_over_quota(self, request: JobRequest) -> bool:
         quota = self._pool.quota(request.user)
         if quota is None:
             return False
@@ -215,7 +215,7 @@ class Scheduler:
         used = sum((each.total for each, _ in self._running.values() if each.user == request.user), Amount())
         return not (used + request.total).fits(quota)
 
-    def _place(self, request: Request) -> tuple[str, ...] | None:
+    def _place(self, request: JobRequest) -> tuple[str, ...] | None:
         """The first host, and the fullest of the others with room, so that large room stays in one piece; None where it is missing."""
         found = []
         for number, (name, amount) in enumerate(self._pool.hosts.items()):

@@ -8,6 +8,7 @@ database before its process is started, and its end after it was seen.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -19,9 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from shoal.cluster.launch.threads import available_cores
-from shoal.jobqueue.queue import JobState, Queue, QueuedJob
-from shoal.jobqueue.scheduler import (
+from shoal.cluster.jobqueue.queue import JobState, Queue, QueueEntry
+from shoal.cluster.jobqueue.scheduler import (
     Action,
     Amount,
     Cancelled,
@@ -34,7 +34,8 @@ from shoal.jobqueue.scheduler import (
     Stop,
     Submitted,
 )
-from shoal.observe import runs
+from shoal.cluster.launch.run_directory import is_alive
+from shoal.cluster.launch.threads import available_cores
 
 POLL_S = 0.2
 MAX_RESUMES = 3
@@ -141,7 +142,7 @@ class Runner:
                     self._queue.update(id, state=JobState.REFUSED, ended=time.time(), reason=reason)
                     self._say(f"job {id} was refused: {reason}")
 
-    def _place(self, job: QueuedJob, hosts: tuple[str, ...]) -> dict[str, object]:
+    def _place(self, job: QueueEntry, hosts: tuple[str, ...]) -> dict[str, object]:
         """Hosts, and the numbers of this machine's cores and GPUs that nobody else has."""
         taken = [each.placed for each in self._queue.jobs(JobState.RUNNING)]
         cores, gpus = sorted(os.sched_getaffinity(0)), _gpus()
@@ -152,7 +153,7 @@ class Runner:
         left = [each for each in gpus if not any(each in placed["gpus"] for placed in taken)]
         return {"hosts": list(hosts), "cores": own, "gpus": left[: job.gpus]}
 
-    def _start(self, job: QueuedJob, *, resume: bool = False) -> None:
+    def _start(self, job: QueueEntry, *, resume: bool = False) -> None:
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if _gpus():
             env["CUDA_VISIBLE_DEVICES"] = ",".join(job.placed["gpus"])
@@ -191,25 +192,26 @@ class Runner:
         self._queue.update(job.id, pid=child.pid, born=_born(child.pid), reason="")
         self._say(f"job {job.id} {'goes on' if resume else 'started'}: {' '.join(job.words)}")
 
-    def _is_alive(self, job: QueuedJob) -> bool:
+    def _is_alive(self, job: QueueEntry) -> bool:
         child = self._children.get(job.id)
         if child is not None:
             return child.poll() is None
         if process_of(job) is not None:
             return True
-        return runs.read(self._queue.runs / job.run).state is runs.RunState.ALIVE
+        return is_alive(self._queue.runs / job.run)
 
-    def _ended(self, job: QueuedJob) -> None:
+    def _ended(self, job: QueueEntry) -> None:
         child = self._children.pop(job.id, None)
         run = self._queue.runs / job.run
-        state = runs.read(run).state if (run / "config.json").exists() else None
-        code = child.returncode if child is not None else runs.read_json(run / "summary.json").get("exit")
-        is_killed = state is runs.RunState.DEAD or (state is None and (code is None or code < 0))
+        code = child.returncode if child is not None else _exit_code(run)
+        # A supervisor that ends, however, writes a summary; a command that was refused has no run.
+        has_run = (run / "config.json").exists()
+        is_killed = (code is None or code < 0) and (not has_run or _exit_code(run) is None)
         if is_killed and not job.cancelled:
             if job.resumed < MAX_RESUMES:
                 self._queue.update(job.id, resumed=job.resumed + 1, pid=None, born=None)
                 self._say(f"job {job.id} was killed from outside: it goes on from its newest checkpoint")
-                self._start(self._queue.job(job.id), resume=state is not None)
+                self._start(self._queue.job(job.id), resume=has_run)
                 return
             self._finish(job, JobState.FAILED, code, f"killed from outside {MAX_RESUMES + 1} times")
         elif job.cancelled:
@@ -221,7 +223,7 @@ class Runner:
                 job, JobState.FAILED, code, f"exit code {code}; see {self._queue.logs / f'{job.id}.log'}"
             )
 
-    def _finish(self, job: QueuedJob, state: JobState, code: int | None, reason: str) -> None:
+    def _finish(self, job: QueueEntry, state: JobState, code: int | None, reason: str) -> None:
         self._queue.update(job.id, state=state, ended=time.time(), exit=code, reason=reason, pid=None)
         self._say(f"job {job.id} {state}" + (f": {reason}" if reason else ""))
         self._known.discard(job.id)
@@ -229,7 +231,16 @@ class Runner:
         self._carry_out(self._scheduler.handle(Ended(job.id)))
 
 
-def process_of(job: QueuedJob) -> psutil.Process | None:
+def _exit_code(run: Path) -> int | None:
+    """Of a run that has ended by itself; None of one that was killed, or never began."""
+    try:
+        found = json.loads((run / "summary.json").read_bytes())["exit"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return int(found)
+
+
+def process_of(job: QueueEntry) -> psutil.Process | None:
     """Live process of a job; None where it has none, or its pid is another's by now."""
     if job.pid is None or job.born is None or _born(job.pid) != job.born:
         return None
@@ -240,7 +251,7 @@ def process_of(job: QueuedJob) -> psutil.Process | None:
         return None
 
 
-def stop(job: QueuedJob) -> None:
+def stop(job: QueueEntry) -> None:
     """Ask a running job to save and leave."""
     if (process := process_of(job)) is not None:
         process.terminate()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cluster.jobqueue.queue import JobState, Queue
+from shoal.cluster.jobqueue.scheduler import Amount, JobRequest, Pool
 from shoal.errors import ConfigError
-from shoal.jobqueue.queue import JobState, Queue
-from shoal.jobqueue.scheduler import Amount, Pool, Request
 
-REQUEST = Request(id=0, need=Amount(cores=2, memory=1 << 30), user="ann", priority=3)
+REQUEST = JobRequest(id=0, need=Amount(cores=2, memory=1 << 30), user="ann", priority=3)
 
 
 @pytest.fixture
