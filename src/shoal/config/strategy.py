@@ -46,13 +46,6 @@ STRATEGIES = Registry(
         "shoal.parallel.ddp:Ddp",
         base="ddp",
     ),
-    StrategyChoice(
-        "mapreduce",
-        "rounds of local training as tasks, here or on Ray or Spark, whose models are averaged",
-        "shoal.parallel.mapreduce:for_job",
-        base="mapreduce",
-        mode="rounds",
-    ),
     StrategyChoice("fsdp", "data parallel, parameters sharded over the workers", _MESH, base="mesh"),
     StrategyChoice("tp", "tensor parallel: each layer cut over the workers", _MESH, base="mesh"),
     StrategyChoice(
@@ -109,6 +102,13 @@ STRATEGIES = Registry(
         f"{_PS}.partial:PsDrop",
         base="ps",
         mode="stale",
+    ),
+    StrategyChoice(
+        "mapreduce",
+        "rounds of local training as tasks, here or on Ray or Spark, whose models are averaged",
+        "shoal.parallel.mapreduce:for_job",
+        base="mapreduce",
+        mode="rounds",
     ),
 )
 """An implementation is called with the Job and gives a Strategy."""
