@@ -107,6 +107,7 @@ def started(engines: list[str], folder: Path) -> Iterator[dict[str, str]]:
                     [
                         *command,
                         f"--port={RAY_PORT}",
+                        f"--ray-client-server-port={RAY_PORT + 1}",
                         "--num-cpus=4",
                         "--include-dashboard=false",
                         "--disable-usage-stats",
