@@ -24,11 +24,12 @@ import shoal
 from benchmarks.click_model import BATCH, LR, read_data
 from benchmarks.click_torch import WIDE_BATCH, WIDE_LR, ClickModel, wide_arrays, wide_mlp
 from benchmarks.peers.meter import Meter
+from benchmarks.plain_models import image_arrays, resnet18
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", help="folder with ids.npy and label.npy")
 parser.add_argument("--out", type=Path, required=True)
-parser.add_argument("--model", choices=("click", "wide"), default="click")
+parser.add_argument("--model", choices=("click", "wide", "resnet18"), default="click")
 parser.add_argument("--seconds", type=float, default=8.0)
 parser.add_argument("--warm", type=float, default=3.0)
 parser.add_argument("--batch", type=int, help="of one update; that of the model without")
@@ -82,6 +83,9 @@ if options.model == "click":
     model: nn.Module = ClickModel()
     loss = Counted(nn.BCEWithLogitsLoss())
     batch = BATCH
+elif options.model == "resnet18":
+    arrays = image_arrays(512)
+    model, loss, batch = resnet18(), Counted(nn.CrossEntropyLoss()), 16
 else:
     arrays = wide_arrays()
     model, loss, batch = wide_mlp(), Counted(nn.CrossEntropyLoss()), WIDE_BATCH

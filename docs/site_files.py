@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
 from mkdocs.structure.files import File
 from typer.testing import CliRunner
 
-from shoal.cli import VERBS, app
+from shoal.cli import VERBS, app, load
 
 ROOT = Path(__file__).parents[1]
 SHARED = ("examples", "benchmarks/results")
@@ -67,7 +68,8 @@ def _code(path: Path) -> list[str]:
 
 def _help_texts() -> Iterator[str]:
     """What `--help` prints, for every verb."""
-    for name, verb in VERBS.items():
-        words = [name, "render"] if verb.is_group else [name]
-        shown = CliRunner().invoke(app, [*words, "--help"], prog_name="shoal", env={"COLUMNS": "110"})
-        yield f"\n## shoal {' '.join(words)}\n\n```text\n{shown.output}\n```\n"
+    for name in VERBS:
+        command = typer.main.get_command(load(name))
+        for words in [[name, verb] for verb in getattr(command, "commands", ())] or [[name]]:
+            shown = CliRunner().invoke(app, [*words, "--help"], prog_name="shoal", env={"COLUMNS": "110"})
+            yield f"\n## shoal {' '.join(words)}\n\n```text\n{shown.output}\n```\n"

@@ -57,6 +57,7 @@
     │   ├── StrangerInGroup        somebody else connects to the workers' group
     │   ├── CallsDiffer
     │   ├── CollectiveLeftOut
+    │   ├── TaskFailed             of mapreduce, at every attempt
     │   ├── WaitTimedOut
     │   │   └── StoreWaitTimedOut  (recovery/rendezvous.py: it is torch's DistStoreError too)
     │   ├── CoordinatorLost
@@ -845,6 +846,25 @@ class MapReduceStalled(DataError):
             f"{', '.join(listed)}{more}. {_SAFE} If one sample may take that long, raise timeout_s; else end the process "
             "that is stuck, and its task goes to another."
         )
+
+
+class TaskFailed(ClusterError):
+    """A task of --strategy mapreduce that failed at every attempt."""
+
+    def __init__(self, *, part: int, code: int, said: str, log: str) -> None:
+        self.part, self.code, self.said, self.log = part, code, said, log
+        super().__init__(
+            f"task {part} of a round ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}, and so did every attempt "
+            f"before it; last it said: {said or 'nothing'}. All of its output is in {log}. The other tasks of the round are kept, and "
+            "so are checkpoints; mend what it says and go on with `shoal resume`."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _task_failed, (self.part, self.code, self.said, self.log)
+
+
+def _task_failed(part: int, code: int, said: str, log: str) -> TaskFailed:
+    return TaskFailed(part=part, code=code, said=said, log=log)
 
 
 class TablesFull(DataError):

@@ -109,3 +109,18 @@ def _words(process: psutil.Process) -> list[str]:
         return list(process.cmdline())
     except psutil.Error:
         return []
+
+
+ROUNDS = Path(__file__).parent.parent / "processes" / "scripts" / "rounds.py"
+
+
+def trained_in_rounds(start_job: Callable[..., EngineJob], out: Path, *options: str) -> dict[str, Any]:
+    """Result of `rounds.py` under mapreduce; a task on an engine is killed once."""
+    kill = ("kill",) if options else ()
+    job = start_job(
+        *("-n", "2", "--strategy", "mapreduce", "--sync-every", "3", "--seed", "0", *options),
+        *(str(ROUNDS), str(out), *kill),
+    )
+    assert job.wait(360) == 0, job.output()
+    found: dict[str, Any] = torch.load(out)
+    return found

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engine_jobs import TRAINING, EngineJob, command_lines, differences
+import torch
+from engine_jobs import TRAINING, EngineJob, command_lines, differences, trained_in_rounds
 
 from shoal.cluster.hosts.engine_hosts import own_address
 
@@ -66,6 +67,14 @@ def test_a_killed_actor_is_replaced_and_the_bits_are_those_of_this_machine_alone
     job = start_job(*options, str(TRAINING), str(out), "--gate", "5", env={"SHOAL_JOIN_KEY": KEY})
     job.wait_for_gate(out, 3)
     assert KEY not in command_lines()
+    listed = subprocess.run(
+        [sys.executable, "-m", "shoal", "jobs", "list", "--on", f"ray:{ray_address}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert job.name in listed
+    assert "created" in listed
     actor = job.agent(2).parent()
     assert actor is not None
     assert "ray::" in " ".join(actor.cmdline())
@@ -75,6 +84,15 @@ def test_a_killed_actor_is_replaced_and_the_bits_are_those_of_this_machine_alone
     assert [event["ranks"] for event in job.events("host-lost")] == [[1]]
     assert "was asked for another" in job.output()
     assert differences(out, undisturbed) == []
+
+
+def test_rounds_as_tasks_of_ray_give_the_bits_of_local_processes_where_one_is_killed(
+    ray_address: str, start_job: Callable[..., EngineJob], tmp_path: Path
+) -> None:
+    here = trained_in_rounds(start_job, tmp_path / "here")
+    there = trained_in_rounds(start_job, tmp_path / "there", "--on", f"ray:{ray_address}")
+    assert (tmp_path / "there.hit").exists()
+    assert all(torch.equal(here["weights"][name], there["weights"][name]) for name in here["weights"])
 
 
 def test_more_than_this_ray_has_is_refused_with_both_numbers(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +40,8 @@ def test_a_killed_job_of_slurm_is_replaced_and_the_bits_are_those_of_this_machin
     assert not [
         path for path in job.folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()
     ]
+    listed = slurm.ask(sys.executable, "-m", "shoal", "jobs", "list", "--on", "slurm", "--json")
+    assert [entry["state"] for entry in json.loads(listed)] == ["running"] * 3
     kill_host(job.agent(2))
     (out / "go").touch()
     assert job.wait() == 0, job.output() + slurm.logs()

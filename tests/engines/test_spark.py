@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_jobs import TRAINING, EngineJob, command_lines, differences
+import torch
+from engine_jobs import TRAINING, EngineJob, command_lines, differences, trained_in_rounds
 
 KEY = "a-key-for-tests-0123456789"
 DRIVER = Path(__file__).parent / "spark_driver.py"
@@ -63,6 +64,15 @@ def test_map_reduce_runs_as_tasks_and_a_failed_one_is_run_again(tmp_path: Path) 
         assert ("exit code 3; last it said: no such city" in job.output()) == bool(code)
     assert (tmp_path / "out" / "part-00000").read_text() == "a\t2\nb\t1\nb\t3\n"
     assert (tmp_path / "job-0" / "failed").exists()
+
+
+def test_rounds_as_tasks_of_spark_give_the_bits_of_local_processes_where_one_is_killed(
+    start_job: Callable[..., EngineJob], tmp_path: Path
+) -> None:
+    here = trained_in_rounds(start_job, tmp_path / "here")
+    there = trained_in_rounds(start_job, tmp_path / "there", "--on", "spark")
+    assert (tmp_path / "there.hit").exists()
+    assert all(torch.equal(here["weights"][name], there["weights"][name]) for name in here["weights"])
 
 
 def test_more_than_spark_has_is_refused_with_both_numbers(start_job: Callable[..., EngineJob]) -> None:

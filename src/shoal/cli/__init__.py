@@ -51,7 +51,7 @@ class VerbSpec(NamedTuple):
     """What follows SCRIPT belongs to the script, options included."""
 
     is_group: bool = False
-    """The function is `shoal NAME render`."""
+    """The function is `shoal NAME render`; or there are several, and it is a Typer of them."""
 
 
 VERBS = {
@@ -130,6 +130,7 @@ VERBS = {
         "Run a script with several values of options and arguments, one run after the other, and compare a metric.",
         ends_at_script=True,
     ),
+    "jobs": VerbSpec("jobs:app", "A queue of jobs.", epilog="", is_group=True),
     "map-reduce": VerbSpec(
         "map_reduce:map_reduce",
         "Run a mapper and a reducer over the lines of files, by Hadoop Streaming's contract.",
@@ -159,6 +160,8 @@ def load(name: str) -> typer.Typer:
     spec = VERBS[name]
     module_name, _, function = spec.where.partition(":")
     module = importlib.import_module(f"shoal.cli.{module_name}")
+    if isinstance(group := getattr(module, function), typer.Typer):
+        return group
     verb = typer.Typer(
         cls=Verbs, help=spec.about, no_args_is_help=True, rich_markup_mode=None, add_completion=False
     )

@@ -78,6 +78,20 @@ BEFORE_SCRIPT = (
 """Options that change what runs. Meant for shoal, and written behind the script, they would silently do nothing."""
 
 
+RESERVED = ("name", "run-dir", "again", "overwrite")
+"""Options of `shoal run` that whoever starts several runs gives itself: it has to find what they wrote."""
+
+
+def parse_words(words: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The command `shoal run` of typer, and the options and script that words say for it, as they stand."""
+    from shoal import cli
+
+    command = typer.main.get_command(cli.load("run"))
+    context = typer.Context(command, info_name="shoal run", **command.context_settings)
+    given, _, _ = command.make_parser(context).parse_args(args=list(words))
+    return command, given
+
+
 @takes_host_options()
 @takes_parallel_options()
 def run(
@@ -176,6 +190,12 @@ def run(
         strategy, servers, parallel = _automatic(
             ctx, script, words, module=module, workers=workers, run_dir=run_dir, parallel=parallel
         )
+    tasks_on = ""
+    if hosting.on and strategy is not None and strategy.startswith("mapreduce"):
+        from shoal.engines import tasks
+
+        tasks_on, hosting = hosting.on, hosting._replace(on=None)
+        tasks.parse(tasks_on)
     world = enter_world(hosting.on)
     if world is not None and world.rank > 0:
         raise typer.Exit(follow_world(world, hosting.bind, run_dir))
@@ -206,7 +226,7 @@ def run(
         min_workers=min_workers,
         oversubscribe=oversubscribe,
         faults=Faults.parse(faults) if faults else None,
-        **options_of(parallel),
+        **options_of(parallel) | {"tasks_on": tasks_on},
     )
     misplaced = [option for option in BEFORE_SCRIPT if option in asked.args]
     if misplaced and workers == 1 and strategy is None:

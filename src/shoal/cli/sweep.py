@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal.cli.options import RunDir
+from shoal.cli.run import RESERVED, parse_words
 from shoal.cli.verb import console, did_you_mean
 from shoal.errors import ConfigError
 
@@ -36,9 +37,6 @@ EXAMPLES = (
 MAX_GRID = 1000
 """Combinations of lists. Beyond it somebody meant --trials."""
 
-
-RESERVED = ("name", "run-dir", "again", "overwrite")
-"""Options of `shoal run` that a sweep gives itself: it has to find what its runs wrote."""
 
 _NUMBER = r"([+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|nan))"
 _RANGE = re.compile(rf"(log:)?{_NUMBER}\.\.{_NUMBER}", re.IGNORECASE)
@@ -296,9 +294,7 @@ def _check(
 
 def _as_options(dimensions: list[Dimension], words: list[str]) -> list[Dimension]:
     """The dimensions, those that are flags of `shoal run` as such; refuses what `shoal run` would not take."""
-    from shoal import cli
-
-    command = typer.main.get_command(cli.load("run"))
+    command, given = parse_words(words)
     params = {opt[2:]: param for param in command.params for opt in param.opts if opt.startswith("--")}
     known = [name for name in params if name not in RESERVED and name != "config"]
     found = []
@@ -322,8 +318,6 @@ def _as_options(dimensions: list[Dimension], words: list[str]) -> list[Dimension
                 f"--option {each.name} is a flag, which is given or not. Nothing was started; write --option {each.name}=true,false."
             )
         found.append(replace(each, is_flag=is_flag))
-    context = typer.Context(command, info_name="shoal run", **command.context_settings)
-    given, _, _ = command.make_parser(context).parse_args(args=list(words))
     if taken := [name for name in RESERVED if name.replace("-", "_") in given]:
         raise ConfigError(
             f"--{taken[0]} stands behind --, and a sweep names its runs and their folder itself. Nothing was started; give the sweep "

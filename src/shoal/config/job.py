@@ -48,6 +48,20 @@ class VerifyPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPlan:
+    """A task of `--strategy mapreduce`: this process trains one part of one round, and ends."""
+
+    state: str
+    """File with the job as it was when the round began."""
+
+    num_steps: int
+    """Steps of the round."""
+
+    result: str = ""
+    """File that the task leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job(ParallelOptions):
     """Everything a process is told of its job at birth."""
 
@@ -125,6 +139,9 @@ class Job(ParallelOptions):
 
     verify: VerifyPlan | None = None
     """Set by `shoal verify`."""
+
+    task: TaskPlan | None = None
+    """Set in the tasks of mapreduce, whose rank is the number of their part."""
 
     faults: tuple[Fault, ...] = ()
     """What is to go wrong in this job's processes, at failpoints."""
@@ -233,7 +250,8 @@ def rank() -> int:
 
 
 def num_workers() -> int:
-    return share().num_workers
+    job = share()
+    return job.tasks or job.num_workers
 
 
 # ---- other launchers --------------------------------------------------------------------------------

@@ -144,6 +144,12 @@ class LaunchConfig(ParallelOptions):
                 f"{self.workers} workers cannot be started: give a number from 1 to {MAX_WORKERS} with -n. "
                 "Nothing was started."
             )
+        if self.strategy is not None and strategies.parse(self.strategy).base == "mapreduce":
+            # One worker drives; what -n asks for are its tasks.
+            object.__setattr__(self, "tasks", self.workers if self.workers > 1 else self.tasks or 1)
+            object.__setattr__(self, "workers", 1)
+        elif self.tasks:
+            object.__setattr__(self, "tasks", 0)
         self.liveness  # refuses time-outs that are none  # noqa: B018
         if self.debug_rank is not None and not 0 <= self.debug_rank < self.workers:
             raise ConfigError(

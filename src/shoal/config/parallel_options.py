@@ -67,6 +67,12 @@ class ParallelOptions:
     sync_every: int | None = None
     """Steps that each worker of ddp makes with its own optimizer before their models are averaged. None: sync at every step."""
 
+    tasks: int = 0
+    """Of mapreduce: parts into which each batch is cut, and tasks of a round. As many as -n asks for; 0 under other strategies."""
+
+    tasks_on: str = ""
+    """Of mapreduce: engine that runs the tasks, as --on names it; empty: processes of the driver's host."""
+
     outer: str = "average"
     """With `sync_every`: the outer optimizer, a name in OUTERS, with settings."""
 
@@ -125,6 +131,10 @@ class ParallelOptions:
     """Whether a worker whose device is missing computes on the CPU instead."""
 
 
+DERIVED = ("exchange_rule", "tasks", "tasks_on")
+"""Settled at launch from what was typed elsewhere: the meaning of "auto", -n and --on of mapreduce."""
+
+
 def options_of(options: ParallelOptions) -> dict[str, Any]:
     """The options as keywords for another config that carries them."""
     return {option.name: getattr(options, option.name) for option in fields(ParallelOptions)}
@@ -140,8 +150,7 @@ def as_typed(options: ParallelOptions) -> str:
     words = []
     for option in fields(ParallelOptions):
         value = getattr(options, option.name)
-        # The rule is what "auto" came to, and nothing that anybody typed.
-        if value != option.default and option.name != "exchange_rule":
+        if value != option.default and option.name not in DERIVED:
             flag = f" --{option.name.replace('_', '-')}"
             words.append(flag if value is True else f"{flag} {value}")
     return "".join(words)
@@ -152,7 +161,7 @@ def has_rank_local_state(options: ParallelOptions, strategy: str) -> bool:
     return (
         strategies.parse(strategy).base == "mesh"
         or (compressor_keeps_state(options.compress) and not strategies.parse(strategy).has_servers)
-        or options.sync_every is not None
+        or (options.sync_every is not None and not options.tasks)
     )
 
 
@@ -467,7 +476,11 @@ def _check_local_sgd(options: ParallelOptions, strategy: str) -> None:
             f"--sync-every {sync_every} is no number of steps between two averages: give one from 1 to {MAX_SYNC_EVERY}. "
             "Nothing was started."
         )
-    if strategy != "ddp":
+    if strategy == "mapreduce" and options.outer != "average":
+        raise ConfigError(
+            f"--outer {options.outer} is for ddp, and mapreduce averages the models of its tasks. Nothing was started; leave it out."
+        )
+    if strategy not in ("ddp", "mapreduce"):
         others = (
             "one process, which has nobody to average with"
             if strategy == "single"
@@ -476,6 +489,15 @@ def _check_local_sgd(options: ParallelOptions, strategy: str) -> None:
         raise ConfigError(
             f"--sync-every {sync_every} lets workers train whole models apart and averages them, and this is {others}. Nothing "
             "was started; use it with --strategy ddp and -n 2 or more, or leave it out."
+        )
+
+
+def refuse_own_loop(tasks: int) -> None:
+    """Refuse mapreduce for a loop of the script's own: its rounds are those of a fit."""
+    if tasks:
+        raise ConfigError(
+            "--strategy mapreduce runs the rounds of a fit as tasks, and a loop of the script's own (shoal.setup) has none. Nothing was "
+            "trained; use shoal.Trainer, or another strategy."
         )
 
 

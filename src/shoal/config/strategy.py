@@ -21,10 +21,10 @@ class StrategyChoice(Choice):
     """A strategy, or a family of them: K in its form is a number."""
 
     base: str = ""
-    """"single", "ddp", "mesh" or "ps"."""
+    """"single", "ddp", "mapreduce", "mesh" or "ps"."""
 
     mode: str = ""
-    """Of ps: "exact", "ssp", "async", "hybrid", "drop" or "stale"."""
+    """Of ps: "exact", "ssp", "async", "hybrid", "drop" or "stale"; of mapreduce: "rounds"."""
 
     also: str = ""
     """Another form of the same strategy, with a bound."""
@@ -102,6 +102,13 @@ STRATEGIES = Registry(
         f"{_PS}.partial:PsDrop",
         base="ps",
         mode="stale",
+    ),
+    StrategyChoice(
+        "mapreduce",
+        "rounds of local training as tasks, here or on Ray or Spark, whose models are averaged",
+        "shoal.parallel.mapreduce:for_job",
+        base="mapreduce",
+        mode="rounds",
     ),
 )
 """An implementation is called with the Job and gives a Strategy."""

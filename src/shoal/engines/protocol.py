@@ -60,6 +60,19 @@ class Ticket:
         return {**found, KEY_VARIABLE: self.key}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEntry:
+    """A job in an engine's own queue, in the engine's words. A module with a queue gives them by `queue(detail)`."""
+
+    id: str
+    name: str
+    state: str
+    user: str
+    asks: str
+    note: str
+    """Where it runs, or why it waits."""
+
+
 def join_function() -> Callable[[list[str], dict[str, str]], tuple[int, str]]:
     """A function that runs `shoal join` in a slot to its end: its exit code and last words.
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.config.hosts import Resources
-from shoal.engines.protocol import Ticket, join_function, reach
+from shoal.engines.protocol import EngineEntry, Ticket, join_function, reach
 from shoal.errors import ConfigError
 
 GB = 1 << 30
@@ -50,7 +50,9 @@ class Ray:
             self._refuse_too_much(len(hosts), bundle)
             # Hosts are told apart by their address: one on a node, unless all are here.
             strategy = "PACK" if self._is_local else "STRICT_SPREAD"
-            self._group = ray.util.placement_group([bundle] * len(hosts), strategy=strategy)
+            self._group = ray.util.placement_group(
+                [bundle] * len(hosts), strategy=strategy, name=self._ticket.job
+            )
             self._bundles = {host: index for index, host in enumerate(hosts)}
         slot = ray.remote(_slot_class())
         for host in hosts:
@@ -131,6 +133,32 @@ def _slot_class() -> type:
             return run_join(command, environment)
 
     return RaySlot
+
+
+def queue(detail: str) -> list[EngineEntry]:
+    """Placement groups of Ray, as it has them: one for each job of shoal, by the name of its run."""
+    import ray
+
+    connect(detail)
+    try:
+        groups = ray.util.placement_group_table().values()
+    finally:
+        ray.shutdown()
+    return [
+        EngineEntry(
+            id=group["placement_group_id"][:12],
+            name=group["name"],
+            state=group["state"].lower(),
+            user="",
+            asks="; ".join(
+                ", ".join(_shown(name, amount) for name, amount in bundle.items())
+                for bundle in group["bundles"].values()
+            ),
+            note=", ".join(sorted({node[:12] for node in group["bundles_to_node_id"].values() if node})),
+        )
+        for group in groups
+        if group["state"] != "REMOVED"
+    ]
 
 
 def connect(address: str) -> int:

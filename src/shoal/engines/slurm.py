@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.hosts import Resources
-from shoal.engines.protocol import Ticket
+from shoal.engines.protocol import EngineEntry, Ticket
 from shoal.errors import ConfigError
 
 PARAMETERS = {"partition", "time", "account", "qos", "constraint", "nodelist", "grace"}
@@ -153,6 +153,18 @@ class Slot:
 
 def _call(slot: Slot) -> int:
     return slot()
+
+
+def queue(detail: str) -> list[EngineEntry]:
+    """Jobs of all users in Slurm's queue."""
+    partition = ("-p", detail.partition("=")[2] or detail) if detail else ()
+    lines = _ask("squeue", "-h", "-o", "%i|%j|%T|%u|%D|%C|%b|%R", *partition).splitlines()
+    found = []
+    for line in lines:
+        id, name, state, user, nodes, cpus, gpus, note = line.split("|", 7)
+        asks = f"{cpus} CPUs on {nodes} nodes" + (f", {gpus}" if gpus not in ("N/A", "(null)", "") else "")
+        found.append(EngineEntry(id=id, name=name, state=state.lower(), user=user, asks=asks, note=note))
+    return found
 
 
 def _own_job() -> str:

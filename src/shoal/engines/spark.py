@@ -30,7 +30,7 @@ EXECUTOR_MEMORY = "512m"
 
 
 def is_local(detail: str) -> bool:
-    active = _active_context()
+    active = active_context()
     return (active.master if active is not None else detail or "local").startswith("local")
 
 
@@ -43,7 +43,7 @@ class Spark:
 
     def __init__(self, master: str, ticket: Ticket) -> None:
         self._master, self._ticket = master, ticket
-        self._context = _active_context()
+        self._context = active_context()
         self._is_ours = self._context is None
         self._groups: dict[int, str] = {}  # job group of each host's last task
         self._ends: dict[str, str] = {}  # of groups that ended, in words
@@ -106,7 +106,7 @@ class Spark:
             )
 
 
-def _active_context() -> Any:
+def active_context() -> Any:
     from pyspark import SparkContext
 
     return SparkContext._active_spark_context

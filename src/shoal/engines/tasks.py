@@ -22,21 +22,40 @@ ENGINES = ("ray", "spark")
 
 
 def run_tasks(
-    function: Callable[[A], R], arguments: Sequence[A], *, on: str = "", workers: int = 1, attempts: int = 4
+    function: Callable[[A], R],
+    arguments: Sequence[A],
+    *,
+    on: str = "",
+    workers: int = 1,
+    attempts: int = 4,
+    keeps_engine: bool = False,
 ) -> list[R]:
     """Results in the order of the arguments. `on` is an engine as --on names it; empty: `workers` threads here.
+
+    With `keeps_engine` the connection to it stays for the next call, until this process ends.
 
     Raises what the last attempt of a task raised, here; an engine's error elsewhere.
     """
     if not on:
         return _in_threads(function, arguments, workers, attempts)
+    name, detail = parse(on)
+    run, close = (_in_ray, _close_ray) if name == "ray" else (_in_spark, _close_spark)
+    try:
+        return run(function, arguments, detail, workers, attempts)
+    finally:
+        if not keeps_engine:
+            close()
+
+
+def parse(on: str) -> tuple[str, str]:
+    """Name and detail of an engine of tasks. ConfigError where it has none, or is not installed."""
     name, detail = registry.parse(on)
     if name not in ENGINES:
         raise ConfigError(
             f"--on {on} gives hosts, and map-reduce runs tasks. Nothing was started; tasks run on {' and '.join(ENGINES)}, or here."
         )
     registry.load(name)
-    return (_in_ray if name == "ray" else _in_spark)(function, arguments, detail, workers, attempts)
+    return name, detail
 
 
 def _in_threads(function: Callable[[A], R], arguments: Sequence[A], workers: int, attempts: int) -> list[R]:
@@ -83,8 +102,12 @@ def _in_ray(
             f"Ray failed while it ran {len(arguments)} tasks ({words_of(error)}). No output was written; see that Ray is well, and "
             "start again."
         ) from None
-    finally:
-        ray.shutdown()
+
+
+def _close_ray() -> None:
+    import ray
+
+    ray.shutdown()
 
 
 def _in_spark(
@@ -93,11 +116,13 @@ def _in_spark(
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
-    from shoal.engines.spark import cause, open_context
+    from shoal.engines.spark import active_context, cause, open_context
 
     settings = {"spark.task.maxFailures": str(attempts), "spark.ui.enabled": "false"}
     # A local master runs a task once unless its name says how often.
-    context = open_context(master or f"local[{workers},{attempts}]", "shoal map-reduce", settings)
+    context = active_context() or open_context(
+        master or f"local[{workers},{attempts}]", "shoal map-reduce", settings
+    )
     context.setLogLevel("OFF")
 
     def run(parts: Iterable[A]) -> Iterator[R | Exception]:
@@ -122,5 +147,10 @@ def _in_spark(
             f"Spark failed while it ran {len(arguments)} tasks: {cause(error)}. No output was written; see that Spark is well, and "
             "start again."
         ) from None
-    finally:
+
+
+def _close_spark() -> None:
+    from shoal.engines.spark import active_context
+
+    if (context := active_context()) is not None:
         context.stop()

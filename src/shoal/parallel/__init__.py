@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def create(job: Job) -> Strategy:
     """Build the strategy a job was launched with; the others are not imported."""
-    if job.sync_every is not None:
+    if job.sync_every is not None and not job.tasks:
         from shoal.parallel.local_sgd import LocalSgd
 
         return LocalSgd(job)

@@ -142,16 +142,16 @@ def gathered_pieces(
     }
     names = dict.fromkeys(name for part in gather_json(gather, list(mine)) for name in part)
     if rank == 0 and names:
-        yield _whole_piece(_NUMBER, torch.tensor(num_workers))
+        yield whole_piece(_NUMBER, torch.tensor(num_workers))
     for name in names:
         rows = gather(mine.get(name))
         if rank:
             continue
         there = {worker: row for worker, row in enumerate(rows) if row.numel()}
         for worker, row in there.items():
-            yield _whole_piece(f"{_WORKERS}{worker}/{name}", row)
+            yield whole_piece(f"{_WORKERS}{worker}/{name}", row)
         if there:
-            yield _whole_piece(name, _average(list(there.values())))
+            yield whole_piece(name, _average(list(there.values())))
 
 
 def pieces_of_rank(saved: Mapping[str, Tensor], rank: int, num_workers: int) -> Mapping[str, Tensor]:
@@ -168,7 +168,7 @@ def outer_pieces(model: nn.Module, outer: torch.optim.Optimizer) -> Iterator[Pie
     for name, parameter in model.named_parameters():
         momentum = outer.state[parameter].get(_MOMENTUM) if parameter in outer.state else None
         if momentum is not None:
-            yield _whole_piece(_OUTER + name, momentum)
+            yield whole_piece(_OUTER + name, momentum)
 
 
 def load_outer_pieces(model: nn.Module, outer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
@@ -181,6 +181,17 @@ def load_outer_pieces(model: nn.Module, outer: torch.optim.Optimizer, saved: Map
             )
 
 
+def average_state(states: Sequence[Mapping[str, Tensor]]) -> Iterator[Piece]:
+    """Every worker's pieces, and their average, from those of all of them."""
+    if states:
+        yield whole_piece(_NUMBER, torch.tensor(len(states)))
+    for name in dict.fromkeys(name for state in states for name in state):
+        there = {worker: state[name] for worker, state in enumerate(states) if name in state}
+        for worker, row in there.items():
+            yield whole_piece(f"{_WORKERS}{worker}/{name}", row)
+        yield whole_piece(name, _average(list(there.values())))
+
+
 def _average(rows: list[Tensor]) -> Tensor:
     if not rows[0].is_floating_point():
         return rows[0]
@@ -190,7 +201,7 @@ def _average(rows: list[Tensor]) -> Tensor:
     return total / len(rows)
 
 
-def _whole_piece(name: str, tensor: Tensor) -> Piece:
+def whole_piece(name: str, tensor: Tensor) -> Piece:
     return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
@@ -431,9 +442,9 @@ class LocalSgd(Ddp):
 
     def own_pieces(self) -> Iterator[Piece]:
         if self.optimizer is not None:
-            yield _whole_piece(_NUMBER, torch.tensor(self._num_workers))
+            yield whole_piece(_NUMBER, torch.tensor(self._num_workers))
             for piece in optimizer_pieces(self._job.model, self.optimizer):
-                yield _whole_piece(f"{_WORKERS}{self._rank}/{piece.name}", piece.tensor)
+                yield whole_piece(f"{_WORKERS}{self._rank}/{piece.name}", piece.tensor)
 
     def state(self) -> Iterator[Piece]:
         """The common state and every worker's optimizer, on rank 0. Collective."""

@@ -374,6 +374,32 @@ class Leased(Protocol):
         """Average what BatchNorm has counted on every worker; all of them call it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What came of a round whose steps were made elsewhere."""
+
+    num_steps: int
+    num_samples: int
+    """Of all parts together."""
+
+    next_index: int
+    """Position in the epoch after its last batch."""
+
+    result: StepResult
+
+
+@runtime_checkable
+class RunsRounds(Protocol):
+    """A strategy whose steps are made by tasks, a round of them at a time; this process reads no data."""
+
+    sync_every: int | None
+    """Steps of a round; None: all that are left of the epoch."""
+
+    def run_round(self, num_steps: int) -> Round:
+        """Make so many steps."""
+        ...
+
+
 @runtime_checkable
 class PeriodicSync(Protocol):
     """A strategy whose workers train apart for some steps: in between, step results are each worker's own, and ask for nothing."""

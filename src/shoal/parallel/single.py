@@ -41,8 +41,8 @@ class Single:
     random numbers.
     """
 
-    def __init__(self, *, num_slices: int = 1) -> None:
-        self._num_slices = num_slices
+    def __init__(self, *, num_slices: int = 1, rank: int = 0) -> None:
+        self._num_slices, self._rank = num_slices, rank
         self.optimizer: torch.optim.Optimizer | None = None
         self._rows: HashedRows | None = None
         self.step = 0
@@ -64,7 +64,7 @@ class Single:
         if self._statistics and self._job.may_skip:
             self._kept = self._statistics.keep()
         if self._num_slices == 1:
-            self._contributed = self._compute.forward_backward(batch, rank=0, step=self.step)
+            self._contributed = self._compute.forward_backward(batch, rank=self._rank, step=self.step)
         else:
             self._contributed = self._slice_by_slice(batch)
         self._num_global = batch.num_global

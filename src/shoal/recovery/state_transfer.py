@@ -105,6 +105,21 @@ def receive(reducer: Reducer, donor: int) -> RecoveryState:
     return RecoveryState(**plain)
 
 
+def state_to_bytes(state: RecoveryState) -> bytes:
+    """The state for a file."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    fields["parts"] = {
+        owner: {"plain": part.plain, "tensors": part.tensors} for owner, part in state.parts.items()
+    }
+    return to_bytes(fields)
+
+
+def state_from_bytes(raw: bytes) -> RecoveryState:
+    plain = from_bytes(raw)
+    plain["parts"] = {owner: Part(**part) for owner, part in plain["parts"].items()}
+    return RecoveryState(**plain)
+
+
 def num_bytes(value: Any) -> int:
     """Bytes of a result in memory, or a little more."""
     if isinstance(value, Tensor):

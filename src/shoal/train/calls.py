@@ -93,7 +93,8 @@ def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False)
     # By costs only what is trained: other data may lack the column.
     if shard is not None and (what in ("fit", "setup") or not shard.startswith("balanced")):
         batches = batches.shard_unless_said(shard)
-    num_parts = jobs.current().num_data_ranks  # the ranks of tp and pp compute the same part
+    job = jobs.current()
+    num_parts = max(job.num_data_ranks, job.tasks)  # the ranks of tp and pp compute the same part
     size = batches.batch_size(num_parts)
     if 0 < size < num_parts:
         raise BatchTooSmall(batch_size=size, num_workers=num_parts)
@@ -350,7 +351,8 @@ def asked_to_leave() -> str | None:
 def signals_finish_the_step() -> Iterator[None]:
     """Within it, the first Ctrl-C or SIGTERM asks the loop to leave and the second one interrupts."""
     global _asked
-    if jobs.current().launched or threading.current_thread() is not threading.main_thread():
+    job = jobs.current()
+    if job.launched or job.task is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -373,7 +375,7 @@ def signals_finish_the_step() -> Iterator[None]:
 @contextlib.contextmanager
 def drawn_here(job: Job, *, wanted: bool) -> Iterator[None]:
     """Within it, draw what is reported, unless the supervisor does or the script does not want it."""
-    if job.launched or not wanted or sys.stdout is None or sys.stderr is None:
+    if job.launched or job.task is not None or not wanted or sys.stdout is None or sys.stderr is None:
         yield
         return
     # A notebook's streams take text alone; a cell shows plain lines.

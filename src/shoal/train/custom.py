@@ -34,6 +34,7 @@ from shoal.config import job as jobs
 from shoal.config import placement
 from shoal.config import strategy as strategies
 from shoal.config.faults import BEFORE_FORWARD
+from shoal.config.parallel_options import refuse_own_loop
 from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
@@ -553,6 +554,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     """
     batches = batches_of(data, what="setup", seed=jobs.current().seed, may_be_endless=True)
     job = jobs.current()
+    refuse_own_loop(job.tasks)
     script.recovery.set_up()
     if job.incarnation:
         _catch_up_quietly()

@@ -7,6 +7,7 @@ so all of them stop, save and leave at the same step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
@@ -20,9 +21,9 @@ from shoal.config.faults import BEFORE_FORWARD
 from shoal.data.batches import Batches
 from shoal.data.cache.cache_plan import emit_figures
 from shoal.data.slice import Slice
-from shoal.errors import EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
+from shoal.errors import ConfigError, EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
 from shoal.parallel.compute import place
-from shoal.parallel.protocol import Leased, LooksAhead, LossSum, PeriodicSync, StepResult
+from shoal.parallel.protocol import Leased, LooksAhead, LossSum, PeriodicSync, RunsRounds, StepResult
 from shoal.parallel.step import merge_turns
 from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
@@ -60,7 +61,15 @@ class FitLoop:
         self._validate_every = validate_every
         self._strategy, self._callbacks = trainer.strategy, trainer.callbacks
         self._progress, self._position = trainer.progress, trainer.progress.position
-        self._rank, self._num_workers = trainer.data_rank, trainer.num_workers
+        self._rank, self._num_workers = trainer.data_rank, trainer.job.tasks or trainer.num_workers
+        if trainer.job.task is not None:
+            self._validation = self._validate_every = None  # the driver measures, between rounds
+        self._runs_rounds = isinstance(self._strategy, RunsRounds)
+        if self._runs_rounds and validate_every is not None:
+            raise ConfigError(
+                "validate_every measures the model between steps, and under mapreduce there is one model after each round alone. Nothing "
+                "was trained; leave it out: validation_data is measured after each epoch."
+            )
         self._counts_samples = trainer.job.counts_samples
         self._start, self._history = start, start.history
         self._last_epoch = last_epoch
@@ -82,7 +91,7 @@ class FitLoop:
         self._balance: LoadBalance | None = None
         # Leases look ahead themselves: the next one may not be at hand before this worker has done its part.
         self._looks_ahead: LooksAhead | None = None
-        if self.leasing is None:
+        if self.leasing is None and not self._runs_rounds:
             self._balance = LoadBalance(trainer.job, self._strategy, self._position, batches)
             self.ledger = LedgerReport(trainer, batches)
             # With several optimizers the next commit is of the same batch.
@@ -171,6 +180,8 @@ class FitLoop:
 
     def _run_stretch(self) -> bool:
         """The steps for which the workers' shares stay as they are; whether there may be more of them in the epoch."""
+        if self._runs_rounds:
+            return self._run_round()
         limit = self._balance.begin_stretch() if self._balance is not None else None
         parts, num_run = itertools.islice(self._parts(), limit), 0
         with recorder.READ:
@@ -194,6 +205,41 @@ class FitLoop:
                 with recorder.READ:
                     part = next(parts, None)
         return num_run == limit
+
+    def _run_round(self) -> bool:
+        """A round of steps that tasks make; whether the epoch has more."""
+        trainer, strategy, position = self._trainer, self._strategy, self._position
+        assert isinstance(strategy, RunsRounds)
+        left = self._batches.num_steps(self._num_workers, start=position.next_index)
+        if left == 0:
+            return False
+        until = self._last_step - position.step if self._last_step is not None else None
+        bounds = [each for each in (left, until, strategy.sync_every) if each is not None]
+        if left is None and (strategy.sync_every is None or not self._batches.is_endless):
+            raise ConfigError(
+                "mapreduce cuts an epoch into rounds, and the number of samples of this data is not known. Nothing was trained; give data "
+                "of a known size, or repeat() with --sync-every K and max_steps."
+            )
+        note_anchor(trainer, BEFORE_A_STEP)
+        failpoint(BEFORE_FORWARD, position.step + 1)
+        with recorder.STEP:
+            done = strategy.run_round(min(bounds))
+        trainer.control.checkpoint = False
+        # Asked while the tasks ran: they finish their round, as a worker finishes its step.
+        result = dataclasses.replace(done.result, leave=asked_to_leave() is not None)
+        start = position.next_index
+        position.loss_total += result.loss_total
+        position.loss_count += result.count
+        self._progress.num_skipped_steps += result.num_skipped
+        position.step += done.num_steps
+        position.next_index = done.next_index
+        position.samples += done.num_samples
+        for _ in range(done.num_steps):
+            trainer.advance_scheduler("step", {"loss": result.loss})
+        recorder.RECORDER.done(position.step, done.num_samples)
+        self._write_down(Slice((), 0, done.num_samples, epoch=position.epoch, start=start), result)
+        self._apply(result)
+        return left is None or left > done.num_steps
 
     def _parts(self) -> Iterator[Slice]:
         position = self._position
@@ -462,7 +508,8 @@ class FitLoop:
             total, count = self._strategy.reduce(sums).tolist()
             self.leasing.share_statistics()
         logs = {"loss": total / count if count else math.nan}
-        logs |= trainer.train_metrics.compute(self._strategy.gather)
+        if not self._runs_rounds:
+            logs |= trainer.train_metrics.compute(self._strategy.gather)
         return logs | self._measure_validation()
 
     def _measure_validation(self) -> dict[str, float]:
@@ -473,8 +520,8 @@ class FitLoop:
             self._trainer.train_job,
             self._validation,
             self._trainer.evaluation_metrics,
-            rank=self._rank,
-            num_workers=self._num_workers,
+            rank=self._trainer.data_rank,
+            num_workers=self._trainer.num_workers,
             tick=lambda part: None,
         )
         logs = {f"val_{name}": value for name, value in measured.items()}

@@ -50,6 +50,7 @@ from shoal.config.hosts import HostsConfig, parse_journal
 from shoal.config.job import Job, refuse_others
 from shoal.config.launch import LaunchConfig, RunConfig, Versions
 from shoal.config.parallel_options import as_typed, kept_of, options_of
+from shoal.engines import tasks
 from shoal.errors import ClusterError, ConfigError, ScriptFailed, ScriptNotFound, ShoalError
 from shoal.runtime import scratch
 from shoal.runtime.health import Health
@@ -148,6 +149,9 @@ def run(
     `resources`, as for the command line. `options` are the other fields of
     LaunchConfig. Raises the ShoalError that ended the job, if one did.
     """
+    if on is not None and strategy is not None and strategies.parse(strategy).base == "mapreduce":
+        tasks.parse(on)
+        on, options = None, {**options, "tasks_on": on}
     if on is not None:
         from shoal.cluster.hosts.engine_hosts import engine_hosts
 
@@ -616,6 +620,8 @@ def _open_run(config: LaunchConfig, described: RunConfig) -> RunDirectory:
 
 def _first_words(run: RunDirectory, described: RunConfig, cores: int) -> str:
     workers, threads = _count(described.workers, "worker"), _count(described.threads, "thread")
+    if described.tasks:
+        workers = f"{_count(described.tasks, 'task')} a round{f' on {described.tasks_on}' if described.tasks_on else ''}"
     each = " each" if described.workers > 1 else ""
     servers = f"{_count(described.servers, 'server')}, " if described.servers else ""
     words = (

@@ -83,7 +83,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]), live_output=live_output)
     try:
         _heed_signals()
-        _enter(spec, job)
+        enter(spec, job)
         recorder.RECORDER.facts = session.progress_facts
         recorder.start(f"worker-{job.rank}", job.incarnation, run_dir=job.run_dir, send=session.activity)
         torchrun.watch(job, script=spec.script, port=spec.master_port, listener=fds.get("master"))
@@ -97,7 +97,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
         recorder.stop()
         code = _tell(error, job.rank)
     _ignore_signals()
-    _clean_up()
+    clean_up()
     return code
 
 
@@ -123,9 +123,10 @@ def _tell(error: BaseException, rank: int) -> int:
     return told.exit_code
 
 
-def _enter(spec: WorkerSpec, job: Job) -> None:
-    os.environb.clear()
-    os.environb.update(spec.env)
+def enter(spec: WorkerSpec, job: Job) -> None:
+    if spec.env != dict(os.environb):
+        os.environb.clear()
+        os.environb.update(spec.env)
     os.environ.update(torchrun.environment(job, spec.master_port))
     os.chdir(spec.cwd)
     threads.use(spec.num_threads)
@@ -220,7 +221,7 @@ def _ignore_signals() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def _clean_up() -> None:
+def clean_up() -> None:
     """Run exit handlers and flush, without finalizing the interpreter: torch's threads would not survive that."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()  # ends DataLoader workers, among others

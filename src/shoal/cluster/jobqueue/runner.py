@@ -1,0 +1,270 @@
+"""Runner of the job queue: carries out the scheduler's actions, one `shoal run` process per job.
+
+Jobs are sessions of their own, so they outlive a killed runner. The next one
+finds them by their process and by the lock of their run directory; a job whose
+own supervisor was killed too goes on by `shoal resume`. A job's state is in the
+database before its process is started, and its end after it was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from shoal.cluster.jobqueue.queue import JobState, Queue, QueueEntry
+from shoal.cluster.jobqueue.scheduler import (
+    Action,
+    Amount,
+    Cancelled,
+    Ended,
+    Found,
+    Pool,
+    Refuse,
+    Scheduler,
+    Start,
+    Stop,
+    Submitted,
+)
+from shoal.cluster.launch.run_directory import is_alive
+from shoal.cluster.launch.threads import available_cores
+
+POLL_S = 0.2
+MAX_RESUMES = 3
+"""Of a job whose supervisor was killed."""
+
+START_TIMEOUT_S = 5.0
+"""For a process whose start the last runner did not live to write down to show itself."""
+
+
+def machine() -> Amount:
+    """Cores, GPUs and memory of this machine, as far as this process may use them."""
+    gpus = len(_gpus())
+    return Amount(cores=available_cores(), gpus=gpus, memory=int(psutil.virtual_memory().total))
+
+
+def _gpus() -> list[str]:
+    """Numbers of the NVIDIA devices that this process may use. Does not load torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [each for each in visible.split(",") if each.strip() not in ("", "-1")]
+    return [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+
+
+class Runner:
+    """Runs the jobs of one queue until it is stopped. `say` is told of every change."""
+
+    def __init__(
+        self, queue: Queue, pool: Pool, *, say: Callable[[str], None], bind: str = "", ssh: str = ""
+    ) -> None:
+        self._queue, self._pool, self._say = queue, pool, say
+        self._bind, self._ssh = bind, ssh
+        self._scheduler = Scheduler(pool)
+        self._known: set[int] = set()
+        self._stopping: set[int] = set()
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._is_over = False
+
+    def run(self, *, until_empty: bool = False) -> None:
+        """Take jobs as they are submitted, until a signal comes, or the queue is empty where that was asked for."""
+        self._queue.claim()
+        self._queue.pool = self._pool
+        before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._find_running()
+            while not self._is_over:
+                self._look()
+                if until_empty and not self._queue.jobs(JobState.WAITING, JobState.RUNNING):
+                    return
+                time.sleep(POLL_S)
+            left = self._queue.jobs(JobState.RUNNING)
+            if left:
+                self._say(f"{len(left)} running jobs go on; the next `shoal jobs run` finds them")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _end(self, *_: object) -> None:
+        self._is_over = True
+
+    def _find_running(self) -> None:
+        """Jobs that the last runner had started: they run, have ended since, or are resumed."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for job in self._queue.jobs(JobState.RUNNING):
+            self._known.add(job.id)
+            self._scheduler.handle(Found(job.request, tuple(job.placed["hosts"])))
+            while job.pid is None and not self._is_alive(job) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            if self._is_alive(job):
+                self._say(f"job {job.id} runs: found again")
+
+    def _look(self) -> None:
+        for job in self._queue.jobs(JobState.RUNNING):
+            if job.cancelled and job.id not in self._stopping:
+                self._carry_out(self._scheduler.handle(Cancelled(job.id)))
+            if not self._is_alive(job):
+                self._ended(job)
+        # Those that came together are told by priority, or the first of them would start before the rest is known.
+        for job in sorted(self._queue.jobs(JobState.WAITING), key=lambda job: (-job.priority, job.id)):
+            if job.id not in self._known:
+                self._known.add(job.id)
+                self._carry_out(self._scheduler.handle(Submitted(job.request)))
+        waiting = {job.id for job in self._queue.jobs(JobState.WAITING)}
+        for id in self._known - waiting - {job.id for job in self._queue.jobs(JobState.RUNNING)}:
+            self._known.discard(id)  # one that was cancelled while it waited
+            self._carry_out(self._scheduler.handle(Cancelled(id)))
+        for job in self._queue.jobs(JobState.WAITING):
+            if (why := f"waits for {self._scheduler.waits_for(job.id)}") != job.reason:
+                self._queue.update(job.id, reason=why)
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(id, hosts):
+                    job = self._queue.job(id)
+                    if self._queue.begin(id, self._place(job, hosts)):
+                        self._start(self._queue.job(id))
+                    else:
+                        self._known.discard(id)
+                        self._carry_out(self._scheduler.handle(Ended(id)))
+                case Stop(id):
+                    self._stopping.add(id)
+                    stop(self._queue.job(id))
+                case Refuse(id, reason):
+                    self._queue.update(id, state=JobState.REFUSED, ended=time.time(), reason=reason)
+                    self._say(f"job {id} was refused: {reason}")
+
+    def _place(self, job: QueueEntry, hosts: tuple[str, ...]) -> dict[str, object]:
+        """Hosts, and the numbers of this machine's cores and GPUs that nobody else has."""
+        taken = [each.placed for each in self._queue.jobs(JobState.RUNNING)]
+        cores, gpus = sorted(os.sched_getaffinity(0)), _gpus()
+        amount = next(iter(self._pool.hosts.values()))
+        # Where more cores are shared out than there are, nobody has cores of its own.
+        free = [each for each in cores if not any(each in placed["cores"] for placed in taken)]
+        own = free[: job.cores] if amount.cores <= len(cores) else []
+        left = [each for each in gpus if not any(each in placed["gpus"] for placed in taken)]
+        return {"hosts": list(hosts), "cores": own, "gpus": left[: job.gpus]}
+
+    def _start(self, job: QueueEntry, *, resume: bool = False) -> None:
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if _gpus():
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(job.placed["gpus"])
+        words = ["resume", str(self._queue.runs / job.run)]
+        if not resume:
+            words = ["run", "--name", job.run, "--run-dir", str(self._queue.runs), "--again"]
+        if len(job.placed["hosts"]) > 1:
+            words += [
+                "--hosts",
+                ",".join(job.placed["hosts"]),
+                "--bind",
+                f"{self._bind}:{_free_port(self._bind)}",
+            ]
+            words += ["--ssh", self._ssh] if self._ssh else []
+        if not resume:
+            words += job.words
+        cores = job.placed["cores"]
+        log = os.open(self._queue.logs / f"{job.id}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "shoal", *words],
+                cwd=job.cwd,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+            )
+        except OSError as error:  # its folder is gone
+            self._finish(job, JobState.FAILED, None, f"its process could not be started: {error}")
+            return
+        finally:
+            os.close(log)
+        self._children[job.id] = child
+        self._queue.update(job.id, pid=child.pid, born=_born(child.pid), reason="")
+        self._say(f"job {job.id} {'goes on' if resume else 'started'}: {' '.join(job.words)}")
+
+    def _is_alive(self, job: QueueEntry) -> bool:
+        child = self._children.get(job.id)
+        if child is not None:
+            return child.poll() is None
+        if process_of(job) is not None:
+            return True
+        return is_alive(self._queue.runs / job.run)
+
+    def _ended(self, job: QueueEntry) -> None:
+        child = self._children.pop(job.id, None)
+        run = self._queue.runs / job.run
+        code = child.returncode if child is not None else _exit_code(run)
+        # A supervisor that ends, however, writes a summary; a command that was refused has no run.
+        has_run = (run / "config.json").exists()
+        is_killed = (code is None or code < 0) and (not has_run or _exit_code(run) is None)
+        if is_killed and not job.cancelled:
+            if job.resumed < MAX_RESUMES:
+                self._queue.update(job.id, resumed=job.resumed + 1, pid=None, born=None)
+                self._say(f"job {job.id} was killed from outside: it goes on from its newest checkpoint")
+                self._start(self._queue.job(job.id), resume=has_run)
+                return
+            self._finish(job, JobState.FAILED, code, f"killed from outside {MAX_RESUMES + 1} times")
+        elif job.cancelled:
+            self._finish(job, JobState.CANCELLED, code, "cancelled while it ran")
+        elif code == 0:
+            self._finish(job, JobState.FINISHED, 0, "")
+        else:
+            self._finish(
+                job, JobState.FAILED, code, f"exit code {code}; see {self._queue.logs / f'{job.id}.log'}"
+            )
+
+    def _finish(self, job: QueueEntry, state: JobState, code: int | None, reason: str) -> None:
+        self._queue.update(job.id, state=state, ended=time.time(), exit=code, reason=reason, pid=None)
+        self._say(f"job {job.id} {state}" + (f": {reason}" if reason else ""))
+        self._known.discard(job.id)
+        self._stopping.discard(job.id)
+        self._carry_out(self._scheduler.handle(Ended(job.id)))
+
+
+def _exit_code(run: Path) -> int | None:
+    """Of a run that has ended by itself; None of one that was killed, or never began."""
+    try:
+        found = json.loads((run / "summary.json").read_bytes())["exit"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return int(found)
+
+
+def process_of(job: QueueEntry) -> psutil.Process | None:
+    """Live process of a job; None where it has none, or its pid is another's by now."""
+    if job.pid is None or job.born is None or _born(job.pid) != job.born:
+        return None
+    try:
+        process = psutil.Process(job.pid)
+        return process if process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+def stop(job: QueueEntry) -> None:
+    """Ask a running job to save and leave."""
+    if (process := process_of(job)) is not None:
+        process.terminate()
+
+
+def _born(pid: int) -> float | None:
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as sock:
+        sock.bind((address, 0))
+        return int(sock.getsockname()[1])
