@@ -45,7 +45,7 @@ from shoal.data.formats.lines import (
     depth_of,
     rows_of,
 )
-from shoal.data.formats.table import BadRows, DecodedRows
+from shoal.data.formats.table import Address, BadRows, DecodedRows
 from shoal.data.formats.table_source import TableSource, check_names, chosen, label_names
 from shoal.data.remote.copies import CopiedFiles
 from shoal.data.remote.located_files import files_at
@@ -497,8 +497,10 @@ class JsonDecoder(_TypedDecoder):
         self._set_types({name: found[name] for name in wanted}, given, fill, url)
         self._schema = pa.schema(list(self._readable.items()))
 
-    def decode(self, text: bytes, num_rows: int, place: TextPlace) -> DecodedRows:
-        bad = BadRows(LineAddress(text, place, _JSON_RULES))
+    def decode(
+        self, text: bytes, num_rows: int, place: TextPlace, address: Address | None = None
+    ) -> DecodedRows:
+        bad = BadRows(address or LineAddress(text, place, _JSON_RULES))
         try:
             # Arrow takes strings as they are.
             if not text.isascii():
