@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from flight_server import FlightProcess, add_endpoint
 from launched import Launched
 
+from flight_server import FlightProcess, add_endpoint
 from shoal.cluster.launch.api import resume_config
 from shoal.config.faults import Faults
 
@@ -52,6 +52,7 @@ def test_an_endless_stream_is_trained_record_by_record_once_through_a_kill_and_a
         "ends": None,
         "base": 40,
         "rounds": [[4, 0, 10], [5, 0, 10]],
+        "types": "",
     }
 
     config = resume_config(tmp_path / "runs" / "cut", workers=3)

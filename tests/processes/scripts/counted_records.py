@@ -1,11 +1,15 @@
 """Counts how often each record of a stream was trained: every sample lowers its own weight by 1.
 
-counted_records.py URL NUM_STEPS [OPTIONS]    batches of 8; OPTIONS of from_stream as JSON; it fails after the step in the file `fail`
+counted_records.py URL NUM_STEPS [OPTIONS]    batches of 8; OPTIONS of from_stream as JSON
+
+It fails after the step in the file `fail`; rank 1 dies after that in the file `kill`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,9 @@ class Watch(Callback):
         Path(f"step-{logs.step}").touch()
         if Path("fail").exists() and logs.step == int(Path("fail").read_text()):
             raise RuntimeError("as the test wants it")
+        if Path("kill").exists() and shoal.rank() == 1 and logs.step == int(Path("kill").read_text()):
+            Path("kill").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 options = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -83,8 +83,9 @@ class FlightLog:
             self._counts.append(known if known >= 0 else self._read(number, None).num_rows)
         return list(self._counts)
 
-    def open(self, first: Segment) -> tuple[Column, ...]:
-        self._located(first.partition)
+    def open(self, first: Callable[[], Segment], types: str | None) -> tuple[Column, ...]:
+        if not self._endpoints:
+            self._located(first().partition)
         names = chosen(self._schema.names, self._wish.columns, self.place, needed=self._wish.label)
         check_names("fill=", self._wish.fill, names, self.place)
         if self._wish.schema:
@@ -92,6 +93,10 @@ class FlightLog:
         self._columns = columns_of(self._schema, self.place, names)
         self._fill = Fill(self._wish.fill, self._columns)
         return self._columns
+
+    def types(self) -> str:
+        """The server says them whenever it is asked."""
+        return ""
 
     def read(self, segment: Segment) -> DecodedRows:
         self._located(segment.partition)

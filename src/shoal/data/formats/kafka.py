@@ -6,15 +6,17 @@ and of checkpoints. Each process has one consumer, assigned to the segment at ha
 
 from __future__ import annotations
 
+import base64
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import pyarrow as pa
 
+from shoal.data.arguments import by_name
 from shoal.data.formats.arrow import Fill, columns_of, decoded
 from shoal.data.formats.lines import TextPlace
 from shoal.data.formats.stream import Segment, Wish
@@ -93,7 +95,7 @@ class KafkaLog:
     def ends(self, known: Sequence[int]) -> list[int]:
         return [end for _, end in self._limits()]
 
-    def open(self, first: Segment) -> tuple[Column, ...]:
+    def open(self, first: Callable[[], Segment], types: str | None) -> tuple[Column, ...]:
         wish = self._wish
         if wish.format == "bytes":
             names = chosen(_RAW.names, wish.columns, self.place, needed=wish.label)
@@ -101,12 +103,25 @@ class KafkaLog:
             self._columns = columns_of(_RAW, self.place, names)
             self._fill = Fill(wish.fill, self._columns)
             return self._columns
-        texts = [(0, _text([record for record in self._fetch(first) if record is not None]))]
+        schema, texts = by_name("schema=", wish.schema), []
+        if types is not None:
+            found = pa.ipc.read_schema(pa.BufferReader(base64.b64decode(types)))
+            schema = dict(zip(found.names, found.types, strict=True)) | schema
+        elif wish.columns is None or not {*wish.columns, *wish.label} <= set(schema):
+            segment = first()
+            text = _text([record for record in self._fetch(segment) if record is not None])
+            self.row_bytes = max(len(text) // (segment.end - segment.begin), 1)
+            texts = [(0, text)]
         self._decoder = JsonDecoder(
-            self.place, texts, columns=wish.columns, needed=wish.label, schema=wish.schema, fill=wish.fill
+            self.place, texts, columns=wish.columns, needed=wish.label, schema=schema, fill=wish.fill
         )
-        self.row_bytes = max(len(texts[0][1]) // (first.end - first.begin), 1)
         return self._decoder.columns
+
+    def types(self) -> str:
+        """The schema of Arrow."""
+        if self._wish.format == "bytes":
+            return ""
+        return base64.b64encode(self._decoder.schema.serialize()).decode()
 
     def read(self, segment: Segment) -> DecodedRows:
         records = self._fetch(segment)
@@ -206,7 +221,8 @@ class KafkaLog:
             try:
                 answer = ask(self._connected())
             except self._kafka.KafkaException as error:
-                self._trouble = self._trouble or error.args[0].str()
+                self._trouble = error.args[0].str()
+                self._connected().poll(0)  # which calls back with what is behind it
             else:
                 if answer is not None:
                     return answer

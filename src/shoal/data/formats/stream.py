@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -77,8 +77,11 @@ class Log(Protocol):
     def ends(self, known: Sequence[int]) -> list[int]:
         """The end of each partition as it is now, after those that were planned; there may be more partitions than before."""
 
-    def open(self, first: Segment) -> tuple[Column, ...]:
-        """The columns, as these records have them."""
+    def open(self, first: Callable[[], Segment], types: str | None) -> tuple[Column, ...]:
+        """The columns: of the types that were found before, or of those that the first records have."""
+
+    def types(self) -> str:
+        """Types of the columns, for `open`: the first records may be gone when a run is resumed."""
 
     def read(self, segment: Segment) -> DecodedRows:
         """The rows of a segment: one for each offset, an offset without a record among the bad ones as a NoRecord."""
@@ -214,8 +217,8 @@ def next_round(nexts: Sequence[int], ends: Sequence[int], size: int, most: int) 
 class SegmentPlan:
     """The records at each position: append-only, written down before it is used, and the same for all workers.
 
-    The file's first line holds the first offsets, each later one a round of
-    segments. `base` is the position of the first segment that is kept: a
+    The file's first line holds the first offsets, a later one the types of the
+    columns, the others a round of segments each. `base` is the position of the first segment that is kept: a
     checkpoint of an endless stream has no more than those behind it.
     """
 
@@ -233,6 +236,8 @@ class SegmentPlan:
         self.is_whole = is_whole
         self._num_read = 0  # bytes of the file
         self.begins: list[int] = []
+        self.types: str | None = None
+        """Of the columns, once somebody has found them."""
         with self._agreed():
             if not self.begins:
                 begins = log.begins(start)
@@ -283,6 +288,20 @@ class SegmentPlan:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def first(self) -> Segment:
+        """The first records, once there are some."""
+        if not self.segments:
+            self.extend_to(self.bounds[-1] + 1)
+        return self.segments[0]
+
+    def agree_on_types(self, types: str) -> str:
+        """The types that were found first, by any worker."""
+        with self._agreed():
+            if self.types is None:
+                self._write({"types": types})
+            assert self.types is not None
+            return self.types
+
     def export_state(self, position: int) -> dict[str, Any]:
         """For a checkpoint: all of it, or of an endless stream what is at `position` and behind it."""
         first = 0
@@ -297,6 +316,7 @@ class SegmentPlan:
             "ends": list(self.ends) if self.is_whole else None,
             "base": self.bounds[first],
             "rounds": [] if self.is_whole else [list(segment) for segment in kept],
+            "types": self.types,
         }
 
     def import_state(self, state: Mapping[str, Any]) -> None:
@@ -315,7 +335,10 @@ class SegmentPlan:
             ours = self.segments[begin : begin + len(rounds)]
             if self.bounds[begin] == base and ours == rounds and (rounds or self._nexts == state["begins"]):
                 return
-            self._rewrite({"begins": state["begins"], "ends": None, "base": base}, rounds)
+            self._num_read = 0
+            self._write({"begins": state["begins"], "ends": None, "base": base})
+            self._write({"types": state["types"]})
+            self._write([list(segment) for segment in rounds])
 
     # ---- what is agreed on ----
 
@@ -350,21 +373,17 @@ class SegmentPlan:
         self._num_read += len(line)
         self._take(said)
 
-    def _rewrite(self, head: dict[str, Any], rounds: Sequence[Segment]) -> None:
-        self._num_read = 0
-        self._write(head)
-        if rounds:
-            self._write([list(segment) for segment in rounds])
-
     def _take(self, said: Any) -> None:
-        if isinstance(said, dict):
-            self._head = said
+        if "types" in said:
+            self.types = said["types"]
+        elif isinstance(said, dict):
+            self._head, self.types = said, None
             self.begins, self.ends = list(said["begins"]), list(said["ends"] or ())
             self._nexts = list(self.begins)
             self.segments: list[Segment] = []
             self.bounds: list[int] = [said["base"]]
-            return
-        self._append([Segment(*each) for each in said])
+        else:
+            self._append([Segment(*each) for each in said])
 
     def _append(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
@@ -387,13 +406,12 @@ class StreamTable:
 
     def __init__(self, log: Log, plan: SegmentPlan) -> None:
         self._log, self.plan = log, plan
-        self._prepare()
-        self.columns = log.open(plan.segments[0])
+        if plan.is_whole and not plan.segments:
+            raise EmptyDataset(what=f"from_stream ({log.place}, until='now')")
+        self.columns = log.open(plan.first, plan.types)
+        if plan.types is None and plan.agree_on_types(log.types()) != log.types():
+            self.columns = log.open(plan.first, plan.types)
         self.blocks: tuple[TableBlock, ...] = tuple(map(self._block, plan.segments))
-
-    def _prepare(self) -> None:
-        if not self.plan.segments:
-            raise EmptyDataset(what=f"from_stream ({self._log.place}, until='now')")
 
     @property
     def identity(self) -> str:
@@ -416,9 +434,6 @@ class StreamTable:
 
 class GrowingStreamTable(StreamTable):
     """The records of a stream as they come."""
-
-    def _prepare(self) -> None:
-        self.plan.extend_to(self.plan.bounds[-1] + 1 if not self.plan.segments else 1)
 
     @property
     def num_rows(self) -> int:

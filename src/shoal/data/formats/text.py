@@ -496,6 +496,8 @@ class JsonDecoder(_TypedDecoder):
         check_names("fill=", fill, wanted, url)
         self._set_types({name: found[name] for name in wanted}, given, fill, url)
         self._schema = pa.schema(list(self._readable.items()))
+        self.schema = pa.schema(list(self._types.items()))
+        """Types of the columns, given or found."""
 
     def decode(
         self, text: bytes, num_rows: int, place: TextPlace, address: Address | None = None

@@ -383,6 +383,7 @@ class _Stream(msgspec.Struct):
     ends: list[Size] | None
     base: Size
     rounds: list[tuple[Size, Size, Size]]
+    types: str | None
 
 
 class _Progress(msgspec.Struct, kw_only=True):
