@@ -23,7 +23,9 @@ def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempP
     """Address of a Ray with 4 CPUs, which several jobs share."""
     installed("ray")
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    port = "26379"
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
     options = [f"--port={port}", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
     folder = tmp_path_factory.mktemp("ray")
     log = (folder / "log").open("wb")
@@ -102,9 +104,9 @@ def test_a_dataset_of_ray_is_trained_on_block_by_block(ray_address: str, tmp_pat
     said = job.output()
     assert "4 shards of 4 blocks" in said
     assert "all of it" in said
-    assert "the Ray Dataset has no column 'z'; it has a, b, y" in said
+    assert "the Ray Dataset has no column 'z', which label= asks for. It has a, b, y" in said
     assert "the column 'nested' of the Ray Dataset is of type struct" in said
-    assert "the column 'object' of the Ray Dataset" in said
+    assert "the column 'object' of the Ray Dataset holds objects of Python" in said
     assert "from_ray got a Dataset without rows" in said
     assert "from_ray takes a Dataset of ray.data, but got a list" in said
     job.close()

@@ -27,7 +27,7 @@ from shoal.data.cache.row_file import Field
 from shoal.data.cache.row_store import UNLIMITED, RowPrefetch, RowSpec, RowStore, row_layout
 from shoal.data.formats.table import Column, DecodedRows, GrowingTable, Ragged, Table, joined_ragged
 from shoal.data.tree import Tree
-from shoal.errors import BadSample, CacheFull
+from shoal.errors import BadSample, CacheFull, DataError
 from shoal.runtime import serialization
 
 _PASSING_BYTES = 256 << 20
@@ -149,6 +149,11 @@ class PassingBlocks:
     def gather(self, rows: range | NDArray[np.int64]) -> Gathered:
         wanted = np.asarray(rows, dtype=np.int64)
         self._grow_to(int(wanted.max()) + 1)
+        if wanted.min() < self._bounds[0]:
+            raise DataError(
+                f"sample {wanted.min():,} of a stream was asked for, and the checkpoint that it goes on from holds the offsets from sample "
+                f"{self._bounds[0]:,} on alone. Nothing was read; resume in the run directory, which holds all of them."
+            )
         of_block = np.searchsorted(self._bounds, wanted, side="right") - 1
         order = np.argsort(of_block, kind="stable")
         parts: dict[str, list[Any]] = {column.name: [] for column in self._table.columns}

@@ -71,16 +71,16 @@ class FlightLog:
         self._counts += known[len(self._counts) :]
         info = self._info()
         tickets = [endpoint.ticket.ticket for endpoint in info.endpoints]
-        for number, known in enumerate(self._endpoints):
-            if number >= len(tickets) or tickets[number] != known.ticket.ticket:
+        for number, endpoint in enumerate(self._endpoints):
+            if number >= len(tickets) or tickets[number] != endpoint.ticket.ticket:
                 rows = self._counts[number] if number < len(self._counts) else 0
                 raise StreamRewound(place=self.place, partition=number, offset=rows, first=None, end=0)
         self._endpoints = list(info.endpoints)
         self._schema = info.schema
         for number in range(len(self._counts), len(self._endpoints)):
             # One endpoint is the whole Flight; of several each is read once to count its rows.
-            known = info.total_records if len(self._endpoints) == 1 else -1
-            self._counts.append(known if known >= 0 else self._read(number, None).num_rows)
+            said = info.total_records if len(self._endpoints) == 1 else -1
+            self._counts.append(said if said >= 0 else self._read(number, None).num_rows)
         return list(self._counts)
 
     def open(self, first: Callable[[], Segment], types: str | None) -> tuple[Column, ...]:

@@ -59,8 +59,10 @@ def _answer() -> int:
         print(error, file=sys.stderr)
         return _TRY_AGAIN if isinstance(error, ConnectionError) else 1
     if isinstance(found, pa.Table):
-        with pa.ipc.new_stream(sys.stdout.buffer, found.schema) as writer:
+        with pa.BufferOutputStream() as sink, pa.ipc.new_stream(sink, found.schema) as writer:
             writer.write_table(found)
+            writer.close()
+            sys.stdout.buffer.write(sink.getvalue())
     else:
         sys.stdout.buffer.write(found.serialize())
     return 0

@@ -26,15 +26,14 @@ from shoal.data.formats.text import JsonDecoder
 from shoal.errors import BadSample, ConfigError, NoRecord, StreamRewound, StreamUnreachable
 
 _POLL_S = 0.5
-_RAW = pa.schema(
-    [
-        ("key", pa.binary()),
-        ("value", pa.binary()),
-        ("timestamp", pa.int64()),
-        ("partition", pa.int64()),
-        ("offset", pa.int64()),
-    ]
-)
+_TYPES: dict[str, pa.DataType] = {
+    "key": pa.binary(),
+    "value": pa.binary(),
+    "timestamp": pa.int64(),
+    "partition": pa.int64(),
+    "offset": pa.int64(),
+}
+_RAW = pa.schema(_TYPES)
 
 
 class KafkaLog:
@@ -105,7 +104,7 @@ class KafkaLog:
             return self._columns
         schema, texts = by_name("schema=", wish.schema), []
         if types is not None:
-            found = pa.ipc.read_schema(pa.BufferReader(base64.b64decode(types)))
+            found = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(types)))
             schema = dict(zip(found.names, found.types, strict=True)) | schema
         elif wish.columns is None or not {*wish.columns, *wish.label} <= set(schema):
             segment = first()

@@ -110,8 +110,10 @@ class TableSource(Source):
     ) -> None:
         self.table = table
         self.on_error, self.max_skips = skipping("", on_error, max_skips)
-        grows = isinstance(table, GrowingTable)
-        self.num_samples = table.num_rows if grows else sum(block.num_rows for block in table.blocks)
+        if isinstance(table, GrowingTable):
+            self.num_samples = table.num_rows
+        else:
+            self.num_samples = sum(block.num_rows for block in table.blocks)
         self._columns = {column.name: column for column in table.columns}
         self._ragged = [column for column in table.columns if column.is_ragged]
         self._label = label

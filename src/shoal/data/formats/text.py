@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -579,6 +580,7 @@ def _one_array(url: str) -> DataError:
 
 
 _ARROW_BLOCK_BYTES = 1 << 20  # Arrow's own default; a row that is longer is refused
+_NULL_LINE = re.compile(rb"^[ \t\r]*null", re.MULTILINE)
 _DEEPEST = 500  # levels; Arrow's parser calls itself for each, and dies of some 10,000
 
 
@@ -592,6 +594,9 @@ def _parsed(text: bytes, schema: pa.Schema | None) -> pa.Table:
     """RecursionError where Arrow's parser would end the process."""
     if depth_of(text) > _DEEPEST:
         raise RecursionError
+    # Arrow takes a line that is null for a row of nulls, and the first of all as one ends the process.
+    if b"null" in text and _NULL_LINE.search(text):
+        raise pa.ArrowInvalid("a line is null")
     options = pyarrow.json.ParseOptions(
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
     )
