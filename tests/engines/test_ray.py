@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
 import subprocess
 import sys
@@ -31,6 +33,9 @@ def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempP
     log = (folder / "log").open("wb")
     with (
         log,
+        pytest.MonkeyPatch.context() as patch,
+        # Whatever this machine's default is: this cluster asks for a token of its own, which its clients inherit.
+        _environment(patch, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32)),
         subprocess.Popen(
             [*ray, "start", "--head", "--block", *options],
             stdout=log,
@@ -45,6 +50,13 @@ def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempP
             head.wait(30)
         except subprocess.TimeoutExpired:
             head.kill()
+
+
+@contextlib.contextmanager
+def _environment(patch: pytest.MonkeyPatch, **variables: str) -> Iterator[None]:
+    for name, value in variables.items():
+        patch.setenv(name, value)
+    yield
 
 
 def _wait_for(host: str, port: int, head: subprocess.Popen[bytes], log: Path) -> None:

@@ -59,10 +59,10 @@ def _answer() -> int:
         print(error, file=sys.stderr)
         return _TRY_AGAIN if isinstance(error, ConnectionError) else 1
     if isinstance(found, pa.Table):
-        with pa.BufferOutputStream() as sink, pa.ipc.new_stream(sink, found.schema) as writer:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, found.schema) as writer:
             writer.write_table(found)
-            writer.close()
-            sys.stdout.buffer.write(sink.getvalue())
+        sys.stdout.buffer.write(sink.getvalue())
     else:
         sys.stdout.buffer.write(found.serialize())
     return 0
