@@ -808,6 +808,56 @@ class TableChanged(DataError):
         )
 
 
+class StreamUnreachable(DataError):
+    """A broker or Flight server that does not answer, or refuses."""
+
+    def __init__(self, *, place: str, reason: str, waited_s: float) -> None:
+        self.place, self.reason, self.waited_s = place, reason, waited_s
+        super().__init__(
+            f"the stream {place} cannot be read after {waited_s:.0f} s: {reason.rstrip('.')}. Records that were trained are counted, "
+            "and checkpoints written so far hold their offsets. See whether the server runs and the address is right; then "
+            "start it again, or `shoal resume`."
+        )
+
+
+class StreamRewound(DataError):
+    """Records that a stream had, or a checkpoint stands at, and that are not there any more."""
+
+    def __init__(self, *, place: str, partition: int, offset: int, first: int | None, end: int) -> None:
+        self.place, self.partition, self.offset, self.first, self.end = place, partition, offset, first, end
+        if first is not None and offset < first:
+            now = f"it begins at offset {first:,} now: {first - offset:,} records were deleted before they were read"
+            cure = "keep records longer (retention.ms), or begin anew at start='earliest'"
+        else:
+            now = f"it ends at offset {end:,} now: it was made anew, or has lost its last records"
+            cure = "begin anew, with another run directory"
+        super().__init__(
+            f"the stream {place} went on at offset {offset:,} of partition {partition}, and {now}. Nothing of them was used, and "
+            f"checkpoints written so far are whole. A run cannot go on without a gap; {cure}, and take over the weights with trainer.load()."
+        )
+
+
+class StreamEnded(DataError):
+    """A stream that gives no more records, and training wants some."""
+
+    def __init__(
+        self, *, place: str, num_planned: int, wanted: int | None, offsets: list[int], waited_s: float
+    ) -> None:
+        self.place, self.num_planned, self.wanted, self.offsets = place, num_planned, wanted, offsets
+        missing = "" if wanted is None else f" of the {wanted:,} of records="
+        shown = ", ".join(f"{number}: {offset:,}" for number, offset in enumerate(offsets[:8]))
+        more = ", ..." if len(offsets) > 8 else ""
+        super().__init__(
+            f"the stream {place} has given {num_planned:,} records{missing} and none more for {waited_s:g} s (offsets by partition: "
+            f"{shown}{more}). What was trained is whole, and checkpoints hold the offsets: `shoal resume` goes on there when more come. "
+            "To wait longer set timeout_s=, to train on what is there until='now'."
+        )
+
+
+class NoRecord(BadSample):
+    """An offset without a record, as transactions and compaction leave them: never an error, always left out."""
+
+
 _SAFE = "Finished tasks are kept and not run again."
 
 

@@ -145,3 +145,20 @@ print(loaded("datasets", "pandas", "adbc_driver_manager"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["[]", "[]"]
+
+
+def test_an_error_of_a_stores_own_client_is_one_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnError(Exception):
+        pass
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OwnError("no credentials")
+
+    fsspec.filesystem("memory").pipe_file("/store/a.csv", b"x\n1\n")
+    files = SharedFiles()
+    [found] = files.expand("memory://store/a.csv")
+    monkeypatch.setattr(fsspec.filesystem("memory"), "info", refuse)
+    with pytest.raises(FileLost, match="OwnError: no credentials"):
+        files.read(found.url, 0, 1)
+    with pytest.raises(NoFiles, match="OwnError: no credentials"):
+        files.expand("memory://store/a.csv")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from engine_jobs import TRAINING, EngineJob, command_lines, differences, trained
 from shoal.cluster.hosts.engine_hosts import own_address
 
 KEY = "a-key-for-tests-0123456789"
+DRIVER = Path(__file__).parent / "ray_driver.py"
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +26,17 @@ def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempP
     """Address of a Ray with 4 CPUs, which several jobs share."""
     installed("ray")
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    port = "26379"
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
     options = [f"--port={port}", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
     folder = tmp_path_factory.mktemp("ray")
     log = (folder / "log").open("wb")
     with (
         log,
+        pytest.MonkeyPatch.context() as patch,
+        # Whatever this machine's default is: this cluster asks for a token of its own, which its clients inherit.
+        _environment(patch, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32)),
         subprocess.Popen(
             [*ray, "start", "--head", "--block", *options],
             stdout=log,
@@ -43,6 +51,13 @@ def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempP
             head.wait(30)
         except subprocess.TimeoutExpired:
             head.kill()
+
+
+@contextlib.contextmanager
+def _environment(patch: pytest.MonkeyPatch, **variables: str) -> Iterator[None]:
+    for name, value in variables.items():
+        patch.setenv(name, value)
+    yield
 
 
 def _wait_for(host: str, port: int, head: subprocess.Popen[bytes], log: Path) -> None:
@@ -111,3 +126,38 @@ def test_a_ray_that_does_not_answer_is_named(
     job = start_job("--on", "ray:127.0.0.1:1", str(TRAINING), "nowhere")
     assert job.wait() == 2, job.output()
     assert "Ray cannot be reached at 127.0.0.1:1" in job.output()
+
+
+def test_a_dataset_of_ray_is_trained_on_block_by_block(ray_address: str, tmp_path: Path) -> None:
+    job = EngineJob(tmp_path / "driver", [ray_address], {}, program=[sys.executable, str(DRIVER)])
+    assert job.wait(300) == 0, job.output()
+    said = job.output()
+    assert "4 shards of 4 blocks" in said
+    assert "all of it" in said
+    assert "the Ray Dataset has no column 'z', which label= asks for. It has a, b, y" in said
+    assert "the column 'nested' of the Ray Dataset is of type struct" in said
+    assert "the column 'object' of the Ray Dataset holds objects of Python" in said
+    assert "from_ray got a Dataset without rows" in said
+    assert "from_ray takes a Dataset of ray.data, but got a list" in said
+    job.close()
+
+
+def test_map_reduce_runs_as_tasks_and_a_failed_one_is_run_again(ray_address: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("b\t1\na\t2\nb\t3\n")
+    (tmp_path / "once.sh").write_text("#!/bin/sh\n[ -e failed ] && exec cat\ntouch failed; exit 7\n")
+    (tmp_path / "once.sh").chmod(0o755)
+    program = [sys.executable, "-m", "shoal", "map-reduce", "--on", f"ray:{ray_address}"]
+    cases = [
+        ("../once.sh", 0, ""),
+        ("sh -c 'echo no such city >&2; exit 3'", 3, "exit code 3; last it said: no such city"),
+        ("sh -c 'cat; printf \"\\377\\n\"'", 3, "line 4 of what it printed is not UTF-8 text"),
+    ]
+    for number, (mapper, code, words) in enumerate(cases):
+        args = ["--mapper", mapper, "--reducer", "cat", "../in", f"../out-{number}"]
+        job = EngineJob(tmp_path / f"job-{number}", args, {}, program=program)
+        assert job.wait() == code, job.output()
+        assert words in job.output()
+        assert (f"failed on {tmp_path / 'in'}, bytes 0 to 12" in job.output()) == bool(code)
+    assert (tmp_path / "out-0" / "part-00000").read_text() == "a\t2\nb\t1\nb\t3\n"
+    assert (tmp_path / "job-0" / "failed").exists()
+    assert not list(tmp_path.glob("out-[12]"))

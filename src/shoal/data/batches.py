@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from shoal.data.reader import DataIterator
 from shoal.data.sharding import Loads, Sharding, ShardPlan
 from shoal.data.skipping import Skipped
 from shoal.data.slice import Slice, keep_weights
-from shoal.data.sources.source import blame_batch, name_of
+from shoal.data.sources.source import StreamPlan, blame_batch, import_plans, name_of
 from shoal.data.tree import Tree, tensors
 from shoal.data.workers.loader import feed_of
 from shoal.data.workers.pool import PooledFeed
@@ -165,6 +165,17 @@ class Batches:
         """Ranges of an epoch whose data this host has and others may not; none where that makes no difference."""
         return self._feed.near(samples_per_range) if isinstance(self._feed, IndexedFeed) else []
 
+    def export_streams(self, position: int) -> list[dict[str, Any]]:
+        """Offsets of the streams of records that this data is read from, for a checkpoint at `position`."""
+        return [plan.export_state(position) for plan in self._plans()]
+
+    def import_streams(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Read on as a checkpoint says."""
+        import_plans(self._plans(), states)
+
+    def _plans(self) -> list[StreamPlan]:
+        return self._feed.plans() if isinstance(self._feed, IndexedFeed) else []
+
     def num_left_out(self, num_workers: int = 1) -> int:
         """Samples at the end of an epoch that are in no batch, with drop_last=True."""
         size, num_samples = self.batch_size(num_workers), self.num_samples
@@ -231,7 +242,9 @@ class Batches:
                     yield part.batch, part.start + part.num_global
 
         described = {"num_samples": self.num_samples, "stages": self._feed.describe()["stages"]}
-        return DataIterator(begin, description=described, seed=self._feed.seed, position=position)
+        return DataIterator(
+            begin, description=described, seed=self._feed.seed, position=position, plans=self._plans()
+        )
 
     def describe(self) -> dict[str, Any]:
         """Sizes, seeds and stages, fit for JSON: two that differ here are not the same data."""

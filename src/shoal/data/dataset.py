@@ -208,6 +208,7 @@ class Dataset:
     from_huggingface = FormatConstructor(lambda: formats.open_huggingface)
     from_spark = FormatConstructor(lambda: formats.open_spark)
     from_ray = FormatConstructor(lambda: formats.open_ray)
+    from_stream = FormatConstructor(lambda: formats.open_stream)
 
     # ---- functions of samples ----
 
@@ -413,7 +414,10 @@ class Dataset:
             return self._streamed(shuffle_stage(seed, buffer or STREAM_BUFFER))
         source, order = self._indexed("shuffle")
         if order.is_endless:
-            raise ConfigError("shuffle after repeat() would need all of it first. Shuffle, then repeat.")
+            raise ConfigError(
+                "shuffle needs all samples first, and this has no end. Shuffle before repeat(); of a stream of records take a part: "
+                "from_stream(..., until='now') or records=."
+            )
         return type(self)(source, Shuffled(order, seed))
 
     def sample(
@@ -571,6 +575,7 @@ class Dataset:
             description=self._described(),
             seed=order.seed,
             position=position,
+            plans=reader.source.plans(),
         )
 
     def map_reduce(

@@ -22,6 +22,7 @@ from shoal.data.reader import Reader, Reading, ReadRequest
 from shoal.data.sharding import UNSAID, ByCost, Loads, Sharding, ShardPlan
 from shoal.data.skipping import SkipLog
 from shoal.data.slice import Slice
+from shoal.data.sources.source import StreamPlan
 from shoal.data.tree import Tree
 from shoal.errors import BatchTooSmall, ConfigError, DataError, EmptyDataset
 
@@ -178,6 +179,10 @@ class IndexedFeed:
     @property
     def num_samples(self) -> int | None:
         return None if self.is_endless else self._order.num_samples
+
+    def plans(self) -> list[StreamPlan]:
+        """Of the streams of records among its sources."""
+        return self._reader.source.plans()
 
     def near(self, samples_per_range: int) -> list[int]:
         """Ranges of an epoch most of whose samples this host has and others may not, where the order is always the same."""

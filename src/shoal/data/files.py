@@ -10,6 +10,7 @@ its scratch directory, where the other workers of a host find them.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
 import hashlib
@@ -19,14 +20,14 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from shoal.config import job as jobs
 from shoal.data.arguments import paths
-from shoal.errors import ConfigError, FileLost, NoFiles
+from shoal.errors import ConfigError, FileLost, NoFiles, ShoalError
 from shoal.runtime import scratch
 
 Where = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -119,8 +120,9 @@ class SharedFiles(Files):
         try:
             if _is_url(url):
                 system, path = _file_system(url)
-                self._check(_remote_info(url, system.info(path)))
-                file: BinaryIO = system.open(path, "rb")
+                with _foreign_errors():
+                    self._check(_remote_info(url, system.info(path)))
+                    file: BinaryIO = system.open(path, "rb")
                 return file
             raw = io.FileIO(url)
         except OSError as error:
@@ -156,8 +158,9 @@ class SharedFiles(Files):
     def _read_remote(self, url: str, begin: int, end: int) -> bytes:
         try:
             system, path = _file_system(url)
-            self._check(_remote_info(url, system.info(path)))
-            data: bytes = system.cat_file(path, start=begin, end=end)
+            with _foreign_errors():
+                self._check(_remote_info(url, system.info(path)))
+                data: bytes = system.cat_file(path, start=begin, end=end)
             return data
         except OSError as error:
             raise FileLost(url=url, reason=_reason(error)) from error
@@ -230,20 +233,21 @@ def _expand_url(url: str, endings: Sequence[str]) -> list[FileInfo]:
         return f"{named}::{rest}" if rest else named
 
     try:
-        if glob.has_magic(path) and not system.exists(path):
-            matches = system.glob(path, detail=True)
-            infos = {name: info for name, info in matches.items() if info["type"] == "file"}
-            if not infos:
-                raise NoFiles(where=url, problem="the pattern matches no file")
-        elif system.isdir(path):
-            inside = {
-                name: info
-                for name, info in system.find(path, detail=True).items()
-                if not any(part.startswith((".", "_")) for part in name.removeprefix(path).split("/"))
-            }
-            infos = {name: inside[name] for name in _with_ending(url, sorted(inside), endings)}
-        else:
-            return [_remote_info(url, system.info(path))]
+        with _foreign_errors():
+            if glob.has_magic(path) and not system.exists(path):
+                matches = system.glob(path, detail=True)
+                infos = {name: info for name, info in matches.items() if info["type"] == "file"}
+                if not infos:
+                    raise NoFiles(where=url, problem="the pattern matches no file")
+            elif system.isdir(path):
+                inside = {
+                    name: info
+                    for name, info in system.find(path, detail=True).items()
+                    if not any(part.startswith((".", "_")) for part in name.removeprefix(path).split("/"))
+                }
+                infos = {name: inside[name] for name in _with_ending(url, sorted(inside), endings)}
+            else:
+                return [_remote_info(url, system.info(path))]
     except FileNotFoundError:
         raise NoFiles(where=url, problem="there is no such file") from None
     except OSError as error:
@@ -302,6 +306,17 @@ def _file_system(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{url} cannot be opened: {error}. Nothing was read.") from error
     return system, path
+
+
+@contextlib.contextmanager
+def _foreign_errors() -> Iterator[None]:
+    """Errors of a store's client as OSError: botocore's and Google's are of classes of their own."""
+    try:
+        yield
+    except (OSError, ShoalError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _reason(error: OSError) -> str:

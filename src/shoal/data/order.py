@@ -252,7 +252,7 @@ class InOrder(Order):
     def __init__(self, num_samples: int | Callable[[], int], *, parts: Sequence[Order] = ()) -> None:
         """A function where the number follows from orders inside the source (`parts`), which may have to read first."""
         self._num_samples, self._parts = num_samples, parts
-        self.is_endless = bool(parts) and all(part.is_endless for part in parts)
+        self.is_endless = num_samples == ENDLESS or (bool(parts) and all(part.is_endless for part in parts))
 
     @property
     def is_counted(self) -> bool:  # type: ignore[override]  # a property may stand for a plain attribute

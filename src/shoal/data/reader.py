@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shoal.data.order import Indices, Order
 from shoal.data.randomness import PrivateGenerators
 from shoal.data.skipping import SkipLog, Skipped, SkipSamples
-from shoal.data.sources.source import Source
+from shoal.data.sources.source import Source, StreamPlan, import_plans
 from shoal.data.tree import Collate, Tree
 from shoal.errors import DataError
 from shoal.runtime.seeds import mix
@@ -198,6 +198,9 @@ class DataPosition(TypedDict):
     data: str
     """Digest of the dataset: changes with its sources, stages and seeds, not with the size of batches."""
 
+    streams: NotRequired[list[dict[str, Any]]]
+    """Offsets of the streams of records that it is read from."""
+
 
 class DataIterator(Generic[T]):
     """Samples or batches, one after the other, epoch after epoch.
@@ -219,9 +222,10 @@ class DataIterator(Generic[T]):
         description: Any,
         seed: int,
         position: Any = None,
+        plans: Sequence[StreamPlan] = (),
     ) -> None:
         """`begin(epoch, start)` gives items, each with the position behind it."""
-        self._begin, self._seed = begin, seed
+        self._begin, self._seed, self._plans = begin, seed, plans
         text = json.dumps(description, sort_keys=True, default=str)
         self._data = hashlib.sha256(text.encode()).hexdigest()[:16]
         self._epoch, self._next_index = (0, 0) if position is None else self._place(position)
@@ -229,7 +233,15 @@ class DataIterator(Generic[T]):
 
     @property
     def position(self) -> DataPosition:
-        return {"epoch": self._epoch, "next_index": self._next_index, "seed": self._seed, "data": self._data}
+        place: DataPosition = {
+            "epoch": self._epoch,
+            "next_index": self._next_index,
+            "seed": self._seed,
+            "data": self._data,
+        }
+        if self._plans:
+            place["streams"] = [plan.export_state(self._next_index) for plan in self._plans]
+        return place
 
     def next(self) -> T:
         """The next item; StopIteration at the end of an epoch, and then the first of the next."""
@@ -280,4 +292,5 @@ class DataIterator(Generic[T]):
                 f"sample {next_index} of epoch {epoch} would be another one. Nothing was read; build the dataset as it was, "
                 "or begin anew without a position."
             )
+        import_plans(self._plans, position.get("streams", ()))
         return epoch, next_index

@@ -92,7 +92,11 @@ def _in_ray(
     from shoal.engines.ray import connect
 
     connect(address)
-    task = ray.remote(num_cpus=1, max_retries=attempts - 1, retry_exceptions=True)(function)
+
+    @ray.remote(num_cpus=1, max_retries=attempts - 1, retry_exceptions=True)  # type: ignore[untyped-decorator]
+    def task(argument: A) -> R:
+        return function(argument)  # an object that can be called, which Ray itself does not take
+
     try:
         return list(ray.get([task.remote(each) for each in arguments]))
     except ray.exceptions.RayTaskError as error:

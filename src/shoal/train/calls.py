@@ -84,8 +84,8 @@ def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False)
     if batches.is_endless and not may_be_endless:
         cure = "say when to stop, fit(..., max_steps=10_000), or " if what == "fit" else ""
         raise ConfigError(
-            f"{what} goes over all of the data, and repeat() gives it no end. Nothing was started; {cure}leave repeat() out, "
-            "or give it a number."
+            f"{what} goes over all of the data, and repeat() or a stream gives it no end. Nothing was started; {cure}leave "
+            "repeat() out or give it a number, and give from_stream records= or until='now'."
         )
     if batches.num_samples == 0:
         raise EmptyDataset(what=what)

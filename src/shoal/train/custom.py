@@ -142,6 +142,7 @@ class WorkerData:
             "index": self.index + 1 - len(self._pending) if is_inside else 0,
             "stretch": self.position.stretch if is_inside else None,
             "num_samples": self._batches.num_samples,
+            "streams": self._batches.export_streams(self.position.next_index),
         }
 
     def resume_at(self, state: dict[str, Any], path: str) -> None:
@@ -151,6 +152,7 @@ class WorkerData:
                 f"the checkpoint {path} stands in a dataset of {state['num_samples']} samples, and shoal.setup was given one of "
                 f"{self._batches.num_samples}. Nothing was trained; resume with the same data."
             )
+        self._batches.import_streams(state.get("streams", ()))
         self.epoch = state["epoch"]
         self._resumed = DataPlace(
             self.number, state["epoch"], state["next_index"], state["index"], state["stretch"]

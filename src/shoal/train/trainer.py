@@ -258,6 +258,7 @@ class Trainer:
         self._fit: FitLoop | None = None
         self._logged: dict[str, float] = {}
         self._at_hand: Batches | None = None
+        self._fit_data: Batches | None = None  # of the fit that was last
 
     # ---- what a user calls -----------------------------------------------------------------------
 
@@ -317,7 +318,7 @@ class Trainer:
         if start.is_finished:
             return call.end(start.history, kept=start.history.epochs)
         progress.begin_fit(start)
-        progress.data_description = batches.describe()
+        progress.data_description, self._fit_data = batches.describe(), batches
         self.control.stop = False
         first_epoch, first_step = start.first
         began_step = first_step if start.is_inherited else self.step
@@ -486,6 +487,10 @@ class Trainer:
     def leasing(self) -> Leasing | None:
         """Leases of the running fit, in a relaxed strategy."""
         return self._fit.leasing if self._fit is not None else None
+
+    def export_streams(self) -> list[dict[str, Any]]:
+        """Offsets of the streams that the last fit reads, at its position."""
+        return self._fit_data.export_streams(self.position.next_index) if self._fit_data is not None else []
 
     @property
     def data_description(self) -> dict[str, Any]:

@@ -80,6 +80,14 @@ def test_files_of_a_directory_in_the_order_of_their_names(tmp_path: Path) -> Non
     assert [int(sample["n"]) for sample in Dataset.from_jsonl(tmp_path)] == [1, 2]
 
 
+def test_a_line_that_is_null_is_named_and_never_parsed_by_arrow_which_dies_of_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "null", {"n": 2}, " null", {"n": 4})
+    data = Dataset.from_jsonl(path, schema={"n": "int64"}, fill={"n": 0})
+    assert "row 1, line 1: the line is null and should be an object" in told(data, 0)
+    assert "row 3, line 3: the line is null" in told(data, 2)
+    assert int(data[3]["n"]) == 4
+
+
 def test_what_is_wrong_with_a_line_is_told(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl",

@@ -25,9 +25,9 @@ from shoal.data.cache import CacheConfig, cache_plan
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
 from shoal.data.cache.row_file import Field
 from shoal.data.cache.row_store import UNLIMITED, RowPrefetch, RowSpec, RowStore, row_layout
-from shoal.data.formats.table import Column, DecodedRows, Ragged, Table, joined_ragged
+from shoal.data.formats.table import Column, DecodedRows, GrowingTable, Ragged, Table, joined_ragged
 from shoal.data.tree import Tree
-from shoal.errors import BadSample, CacheFull
+from shoal.errors import BadSample, CacheFull, DataError
 from shoal.runtime import serialization
 
 _PASSING_BYTES = 256 << 20
@@ -64,7 +64,7 @@ def open_storage(table: Table, *, cache: Any = "auto") -> Storage:
     then blocks are decoded again and again, for what is read once and in
     order.
     """
-    if cache is None:
+    if cache is None or isinstance(table, GrowingTable):
         return PassingBlocks(table)
     return StoredRows(table, CacheConfig.of(cache))
 
@@ -127,13 +127,33 @@ class PassingBlocks:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._bounds = np.cumsum([0, *(block.num_rows for block in table.blocks)])
-        limit = min(_PASSING_BYTES, cache_plan.for_caches())
-        self._blocks = RecentBlocks(limit, name="decoded blocks")
+        self._limit = min(_PASSING_BYTES, cache_plan.for_caches())
+        self._grown: list[int] = []
+        self._begin(np.cumsum([0, *(block.num_rows for block in table.blocks)]))
+
+    def _begin(self, bounds: NDArray[np.int64]) -> None:
+        self._bounds = bounds
+        self._blocks = RecentBlocks(self._limit, name="decoded blocks")
         self._bad: dict[int, Mapping[int, BadSample]] = {}
+
+    def _grow_to(self, num_rows: int) -> None:
+        if not isinstance(self._table, GrowingTable):
+            return
+        bounds = self._table.bounds_to(num_rows)
+        if bounds is not self._grown:
+            self._grown = bounds
+            self._begin(np.asarray(bounds))
+        elif len(bounds) > len(self._bounds):
+            self._bounds = np.append(self._bounds, bounds[len(self._bounds) :])
 
     def gather(self, rows: range | NDArray[np.int64]) -> Gathered:
         wanted = np.asarray(rows, dtype=np.int64)
+        self._grow_to(int(wanted.max()) + 1)
+        if wanted.min() < self._bounds[0]:
+            raise DataError(
+                f"sample {wanted.min():,} of a stream was asked for, and the checkpoint that it goes on from holds the offsets from sample "
+                f"{self._bounds[0]:,} on alone. Nothing was read; resume in the run directory, which holds all of them."
+            )
         of_block = np.searchsorted(self._bounds, wanted, side="right") - 1
         order = np.argsort(of_block, kind="stable")
         parts: dict[str, list[Any]] = {column.name: [] for column in self._table.columns}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shoal.data.formats.huggingface import open_huggingface as open_huggingface
     from shoal.data.formats.parquet import open_parquet as open_parquet
     from shoal.data.formats.sql import open_sql as open_sql
+    from shoal.data.formats.stream import open_stream as open_stream
     from shoal.data.formats.text import open_csv as open_csv
     from shoal.data.formats.text import open_jsonl as open_jsonl
     from shoal.data.formats.tfrecord import open_tfrecord as open_tfrecord

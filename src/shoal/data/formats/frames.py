@@ -22,7 +22,7 @@ from shoal.config import job as jobs
 from shoal.data.formats.arrow import column_of
 from shoal.data.formats.parquet import open_parquet
 from shoal.data.formats.table_source import TableSource, chosen, label_names
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DataError
 
 _numbers = itertools.count()
 
@@ -81,9 +81,19 @@ def open_ray(
         dataset = dataset.select_columns(names)
         schema = dataset.schema()
     for name, kind in zip(schema.names, schema.types, strict=True):
+        _refuse_objects(name, kind)
         column_of(name, kind, "the Ray Dataset")
     path = _written_once(dataset.write_parquet, folder=folder)
     return open_parquet(path, label=label, columns=columns, **options)
+
+
+def _refuse_objects(name: str, kind: Any) -> None:
+    """Ray keeps what Arrow has no type for as pickles, which would be read as bytes."""
+    if kind is object or "pickled" in str(getattr(kind, "extension_name", "")):
+        raise DataError(
+            f"the column '{name}' of the Ray Dataset holds objects of Python, which cannot be read into tensors: numbers, strings and lists "
+            "of them can; leave it out with columns=[...], or map it to those. Nothing was read."
+        )
 
 
 def write_spark(

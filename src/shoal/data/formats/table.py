@@ -196,6 +196,21 @@ class StagedTable(Protocol):
         """True where this host has the file of a block itself."""
 
 
+@runtime_checkable
+class GrowingTable(Protocol):
+    """A table whose blocks come while it is read: a stream of records."""
+
+    @property
+    def num_rows(self) -> int:
+        """Of all blocks that will ever come; ENDLESS where there is no last one."""
+
+    def bounds_to(self, num_rows: int) -> list[int]:
+        """The rows at which blocks begin, and the end of the last, of at least so many rows; waits for them.
+
+        The same list, grown, from call to call, unless the blocks are others than before.
+        """
+
+
 def empty_rows(columns: Sequence[Column], num_rows: int, bad: Mapping[int, BadSample]) -> DecodedRows:
     """Rows of the right types and no meaning, for a block of which every row is bad."""
     made: dict[str, NDArray[Any] | Ragged] = {}

@@ -23,13 +23,21 @@ from shoal.data.arguments import OnError, by_name, skipping
 from shoal.data.arguments import names as list_of_names
 from shoal.data.cache.table_cache import open_storage
 from shoal.data.files import FileInfo
-from shoal.data.formats.table import Column, DecodedRows, Ragged, StagedTable, Table, unpack_list
+from shoal.data.formats.table import (
+    Column,
+    DecodedRows,
+    GrowingTable,
+    Ragged,
+    StagedTable,
+    Table,
+    unpack_list,
+)
 from shoal.data.order import Indices
 from shoal.data.skipping import SkipLog, Skipped, SkipSamples
-from shoal.data.sources.source import Source
+from shoal.data.sources.source import Source, StreamPlan
 from shoal.data.stream import Open, OwnStream, Stream, StreamStage
 from shoal.data.tree import Tree, as_objects
-from shoal.errors import ConfigError, DataError, NoSuchColumn
+from shoal.errors import ConfigError, DataError, NoRecord, NoSuchColumn
 from shoal.runtime import events
 from shoal.runtime.user_frames import UserLine, calling_line
 
@@ -102,7 +110,10 @@ class TableSource(Source):
     ) -> None:
         self.table = table
         self.on_error, self.max_skips = skipping("", on_error, max_skips)
-        self.num_samples = sum(block.num_rows for block in table.blocks)
+        if isinstance(table, GrowingTable):
+            self.num_samples = table.num_rows
+        else:
+            self.num_samples = sum(block.num_rows for block in table.blocks)
         self._columns = {column.name: column for column in table.columns}
         self._ragged = [column for column in table.columns if column.is_ragged]
         self._label = label
@@ -160,6 +171,10 @@ class TableSource(Source):
                 error.opened_by(self._opened_at)
                 raise
 
+    def plans(self) -> list[StreamPlan]:
+        plan = getattr(self.table, "plan", None)
+        return [] if plan is None else [plan]
+
     def describe(self) -> list[dict[str, Any]]:
         stage = {"source": "table", **self.table.describe(), "num_samples": self.num_samples}
         stage["columns"] = [column.describe() for column in self.table.columns]
@@ -179,9 +194,10 @@ class TableSource(Source):
                 row: sample.at_index(row).opened_by(self._opened_at)
                 for row, sample in sorted(gathered.bad.items())
             }
-            if self.on_error == "skip":
+            wrong = [sample for sample in bad.values() if not isinstance(sample, NoRecord)]
+            if self.on_error == "skip" or not wrong:
                 raise SkipSamples(bad, max_skips=self.max_skips)
-            raise next(iter(bad.values()))
+            raise wrong[0]
         return gathered.columns
 
 

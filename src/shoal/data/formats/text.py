@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ from shoal.data.formats.lines import (
     depth_of,
     rows_of,
 )
-from shoal.data.formats.table import BadRows, DecodedRows
+from shoal.data.formats.table import Address, BadRows, DecodedRows
 from shoal.data.formats.table_source import TableSource, check_names, chosen, label_names
 from shoal.data.remote.copies import CopiedFiles
 from shoal.data.remote.located_files import files_at
@@ -496,9 +497,13 @@ class JsonDecoder(_TypedDecoder):
         check_names("fill=", fill, wanted, url)
         self._set_types({name: found[name] for name in wanted}, given, fill, url)
         self._schema = pa.schema(list(self._readable.items()))
+        self.schema = pa.schema(list(self._types.items()))
+        """Types of the columns, given or found."""
 
-    def decode(self, text: bytes, num_rows: int, place: TextPlace) -> DecodedRows:
-        bad = BadRows(LineAddress(text, place, _JSON_RULES))
+    def decode(
+        self, text: bytes, num_rows: int, place: TextPlace, address: Address | None = None
+    ) -> DecodedRows:
+        bad = BadRows(address or LineAddress(text, place, _JSON_RULES))
         try:
             # Arrow takes strings as they are.
             if not text.isascii():
@@ -575,6 +580,7 @@ def _one_array(url: str) -> DataError:
 
 
 _ARROW_BLOCK_BYTES = 1 << 20  # Arrow's own default; a row that is longer is refused
+_NULL_LINE = re.compile(rb"^[ \t\r]*null", re.MULTILINE)
 _DEEPEST = 500  # levels; Arrow's parser calls itself for each, and dies of some 10,000
 
 
@@ -588,6 +594,9 @@ def _parsed(text: bytes, schema: pa.Schema | None) -> pa.Table:
     """RecursionError where Arrow's parser would end the process."""
     if depth_of(text) > _DEEPEST:
         raise RecursionError
+    # Arrow takes a line that is null for a row of nulls, and the first of all as one ends the process.
+    if b"null" in text and _NULL_LINE.search(text):
+        raise pa.ArrowInvalid("a line is null")
     options = pyarrow.json.ParseOptions(
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,27 @@ from shoal.data.order import Indices, as_array
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, collate, map_leaves, map_tensors, to_tensor, to_tensors, uncollate
 from shoal.errors import BadSample, ConfigError, DataError
+
+
+class StreamPlan(Protocol):
+    """The records of a stream by position: part of a checkpoint, for it grows while it is read."""
+
+    def export_state(self, position: int) -> dict[str, Any]:
+        """What a reader that goes on at this position needs, fit for JSON."""
+
+    def import_state(self, state: Mapping[str, Any]) -> None:
+        """Go by an exported plan from now on; refuse where that cannot be."""
+
+
+def import_plans(plans: Sequence[StreamPlan], states: Sequence[Mapping[str, Any]]) -> None:
+    """Let the streams of a dataset go on as they were saved."""
+    if len(plans) != len(states):
+        raise DataError(
+            f"the position was saved for data of {len(states)} streams, and this has {len(plans)}. Nothing was read; give the same "
+            "data, or begin anew."
+        )
+    for plan, state in zip(plans, states, strict=True):
+        plan.import_state(state)
 
 
 class Source(ABC):
@@ -73,6 +94,10 @@ class Source(ABC):
         """Copy what will be read to this host, before anything is read."""
         return  # nothing to do where it is at hand
 
+    def plans(self) -> list[StreamPlan]:
+        """Of the streams it reads; none, for most."""
+        return []
+
     def names(self) -> list[str]:
         """Names of source and stages. Reads nothing."""
         return [str(stage.get("source") or stage.get("stage")) for stage in self.describe()]
@@ -117,6 +142,9 @@ class DerivedSource(Source):
     def stage(self) -> None:
         for source in self._inputs:
             source.stage()
+
+    def plans(self) -> list[StreamPlan]:
+        return [plan for source in self._inputs for plan in source.plans()]
 
     def names(self) -> list[str]:
         return [*self._source.names(), *([self.name] if self.name else [])]

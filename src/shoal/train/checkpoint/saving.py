@@ -272,6 +272,7 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
     if not is_named and number > saved_number:
         return None  # this fit began after the checkpoint was written: it goes on from the one before it
     _check_data(batches, saved, found.path)
+    batches.import_streams(saved.get("streams", ()))
     _load(trainer, found, with_optimizer=True)
     for name, value in saved["position"].items():
         setattr(progress.position, name, value)
@@ -377,6 +378,14 @@ class _SavedScale(msgspec.Struct):
     num_good: Size
 
 
+class _Stream(msgspec.Struct):
+    begins: list[Size]
+    ends: list[Size] | None
+    base: Size
+    rounds: list[tuple[Size, Size, Size]]
+    types: str | None
+
+
 class _Progress(msgspec.Struct, kw_only=True):
     """The progress of a checkpoint, as `_to_save` writes it."""
 
@@ -391,6 +400,7 @@ class _Progress(msgspec.Struct, kw_only=True):
     loss_scale: _SavedScale | None = None
     callbacks: list[_CallbackState]
     data: dict[str, Any]
+    streams: list[_Stream] = []
     seed: Any
     leases: _Leases | None = None
     strategy: str
@@ -434,6 +444,7 @@ def _to_save(trainer: Trainer) -> dict[str, Any]:
         "loss_scale": dataclasses.asdict(scale) if (scale := trainer.train_job.loss_scale) else None,
         "callbacks": trainer.callbacks.state(),
         "data": progress.data_description,
+        "streams": trainer.export_streams(),
         "seed": trainer.config.seed,
         "leases": leasing.state if leasing is not None else None,
         "strategy": trainer.job.strategy,

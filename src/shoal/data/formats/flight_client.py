@@ -1,0 +1,72 @@
+"""Questions to a Flight server, from this process or from an interpreter of its own.
+
+gRPC hangs in a fork of a process that has used it, and reader processes are forks:
+these start this file, which imports nothing of shoal, for each question.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+_TRY_AGAIN = 75
+
+_clients: dict[str, Any] = {}
+
+
+def ask(what: str, address: str, of: bytes, options: Mapping[str, Any]) -> Any:
+    """FlightInfo or table. ConnectionError where trying again may help, OSError where not."""
+    import pyarrow.flight as flight
+
+    try:
+        if address not in _clients:
+            _clients[address] = flight.connect(address, **options)
+        client = _clients[address]
+        if what == "info":
+            return client.get_flight_info(flight.FlightDescriptor.deserialize(of))
+        return client.do_get(flight.Ticket.deserialize(of)).read_all()
+    except (flight.FlightUnavailableError, flight.FlightTimedOutError) as error:
+        _clients.pop(address, None)
+        raise ConnectionError(_short(error)) from None
+    except (flight.FlightError, pa.ArrowException, TypeError, ValueError) as error:
+        raise OSError(_short(error)) from None
+
+
+def ask_apart(what: str, address: str, of: bytes, options: Mapping[str, Any]) -> bytes:
+    """The same as bytes, from an interpreter that is no fork."""
+    asked = pickle.dumps((what, address, of, dict(options)))
+    done = subprocess.run([sys.executable, "-P", __file__], input=asked, capture_output=True, check=False)
+    if done.returncode == 0:
+        return done.stdout
+    said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    raise (ConnectionError if done.returncode == _TRY_AGAIN else OSError)(said)
+
+
+def _short(error: BaseException) -> str:
+    """The first sentence: gRPC adds addresses of its own code."""
+    return str(error).partition(". gRPC client debug")[0].partition("\n")[0]
+
+
+def _answer() -> int:
+    try:
+        found = ask(*pickle.load(sys.stdin.buffer))
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return _TRY_AGAIN if isinstance(error, ConnectionError) else 1
+    if isinstance(found, pa.Table):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, found.schema) as writer:
+            writer.write_table(found)
+        sys.stdout.buffer.write(sink.getvalue())
+    else:
+        sys.stdout.buffer.write(found.serialize())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_answer())
