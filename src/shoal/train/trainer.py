@@ -476,8 +476,14 @@ class Trainer:
             self.verification.end(self.strategy)
         return call.end(history, kept=history.epochs)
 
-    def evaluate(self, data: Any, target: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
-        """Mean loss and metrics over all of `data`, or of arrays `evaluate(x, y)`, equal on every rank."""
+    def evaluate(
+        self, data: Any, target: Any = None, *, batch_size: int | None = None, steps: int | None = None
+    ) -> dict[str, float]:
+        """Mean loss and metrics over all of `data`, or of arrays `evaluate(x, y)`, equal on every rank.
+
+        `steps` ends it after so many batches.
+        """
+        check_limit("steps", steps)
         self._refuse_evaluation("evaluate")
         batches, call = self._begin_pass("evaluate", data, target, batch_size=batch_size)
         if call.is_over:
@@ -491,7 +497,7 @@ class Trainer:
                 rank=self.data_rank,
                 num_workers=self.num_workers,
                 tick=pass_reporter("evaluate", batches.num_steps(self.num_workers), self.progress),
-                num_batches=self.config.fast_dev_run,
+                num_batches=self.config.fast_dev_run or steps or 0,
             )
         return call.end(measured, kept=dict(measured))
 
