@@ -109,7 +109,9 @@ class DistributedModel:
             validation_data = map_leaves(lambda _, each: each[num:], (x, y))
             x, y = map_leaves(lambda _, each: each[:num], (x, y))
         trainer = self._built(x, callbacks)
-        said = {} if y is None and not _is_raw(x) else {"batch_size": batch_size, "shuffle": shuffle}
+        said: dict[str, Any] = (
+            {} if y is None and not _is_raw(x) else {"batch_size": batch_size, "shuffle": shuffle}
+        )
         history = trainer.fit(x, y, epochs=epochs, validation_data=validation_data, **said)
         self._take_weights(trainer)
         told = keras.callbacks.History()
@@ -311,7 +313,11 @@ def mean_metric(given: Any) -> Any:
 
 
 def _refuse(what: str, others: Mapping[str, Any]) -> None:
-    asked = [name for name, value in others.items() if value is not None and value != 0]
+    asked = [
+        name
+        for name, value in others.items()
+        if value is not None and not (isinstance(value, (bool, int, float)) and not value)
+    ]
     if asked:
         raise ConfigError(
             f"{what}({asked[0]}=...) of Keras has no counterpart here. Nothing was started; leave it out (a dataset of shoal has weights, "

@@ -7,7 +7,6 @@ exact under every strategy, and over every recovery, without code of its own.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class KeepsAverage(torch.optim.Optimizer):
             if group[TAKE]:
                 for parameter in group["params"]:
                     self._move(parameter, float(group[TAKE]))
-        result = super().step(closure)  # type: ignore[safe-super]  # of the class that it is mixed into
+        result = super().step(closure)  # of the class that it is mixed into
         for group in self.param_groups:
             if group[DECAY]:
                 for parameter in group["params"]:
@@ -49,10 +48,14 @@ class KeepsAverage(torch.optim.Optimizer):
             state[AVERAGE].lerp_(weights, weight)
 
 
-@functools.cache
+_made: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {}
+
+
 def averaged(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """The class of optimizers like `kind` that keep an average. Its name tells servers which one it is."""
-    return type(f"{PREFIX}{kind.__name__}", (KeepsAverage, kind), {"__module__": __name__})
+    if kind not in _made:
+        _made[kind] = type(f"{PREFIX}{kind.__name__}", (KeepsAverage, kind), {"__module__": __name__})
+    return _made[kind]
 
 
 def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

@@ -93,11 +93,11 @@ def predict(
                 if file is not None:
                     file.write(part, output)
         counts = strategy.gather(torch.tensor([file.num_rows if file is not None else 0]))
-        by_rank = [int(each.sum()) for each in counts]
+        rows = [int(each.sum()) for each in counts]
         if rank == 0 and is_writer:
-            write_manifest(out, by_rank)
+            write_manifest(out, rows)
         strategy.reduce(torch.zeros(1))  # nobody goes on before it is there
-        return {"out": out, "rows": sum(by_rank)}
+        return {"out": out, "rows": sum(rows)}
     kept: list[Tree] = []
     sizes: list[int] = []
     template: Tree = None

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from shoal.data import Dataset
@@ -86,4 +85,4 @@ def _converted(data: Any) -> Any:
     array = array.astype(np.float32) if array.dtype == np.float64 else array
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)
-    return torch.from_numpy(np.ascontiguousarray(array))
+    return array

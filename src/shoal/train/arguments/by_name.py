@@ -91,7 +91,7 @@ def optimizer_named(
         kind([nn.Parameter(torch.zeros(1))], **settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer='{name}' cannot be built: {error}. Nothing was trained.") from None
-    return lambda params: kind(params, **settings)  # type: ignore[call-arg]  # a subclass
+    return lambda params: kind(params, **settings)
 
 
 def _guess(name: str, known: Iterable[str]) -> str:
