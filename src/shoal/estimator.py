@@ -188,7 +188,9 @@ class Estimator:
             validate_every=self.config.save_checkpoints_steps if validation is not None else None,
             resume=resume,
         )
-        if last is not None and trainer.step < last and not trainer.control.stop:
+        # A hook may have ended it: at its step, or by trainer.stop().
+        wanted = min([last, *trainer.callbacks.last_steps]) if last is not None else 0
+        if last is not None and trainer.step < wanted and not trainer.control.stop:
             raise ConfigError(
                 f"input_fn ended after {trainer.step - start[1]} steps, and {last - start[1]} were asked for. What was trained is in "
                 f"{self.model_dir}; let input_fn return a dataset with .repeat(), or ask for fewer steps."
