@@ -33,6 +33,7 @@ SET_BY_LIBRARIES = {
     "TORCHINDUCTOR_CACHE_DIR",  # torch, when it first compiles
     "TRITON_CACHE_DIR",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+    "TF_FORCE_GPU_ALLOW_GROWTH",  # keras, when it is imported
     "KMP_DUPLICATE_LIB_OK",  # torch, when it is imported
     "KMP_INIT_AT_FORK",
 }

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from shoal import callbacks as callbacks
     from shoal import collectives as collectives
     from shoal import data as data
+    from shoal import estimator as estimator
     from shoal import features as features
+    from shoal import keras as keras
     from shoal import memory as memory
     from shoal import nn as nn
     from shoal import ps as ps
@@ -55,8 +57,10 @@ _HOMES = {
     "clip_grad_norm_": "shoal.train.custom",
     "collectives": "shoal.collectives",
     "data": "shoal.data",
+    "estimator": "shoal.estimator",
     "features": "shoal.features",
     "gather": "shoal.parallel.gathering",
+    "keras": "shoal.keras",
     "log": "shoal.train.custom",
     "mean": "shoal.train.custom",
     "memory": "shoal.memory",

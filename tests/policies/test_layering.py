@@ -31,6 +31,8 @@ FACADES = {
     "shoal.callbacks",
     "shoal.collectives",
     "shoal.errors",
+    "shoal.estimator",
+    "shoal.keras",
     "shoal.memory",
     "shoal.nn",
     "shoal.spark",

@@ -153,5 +153,8 @@ WITH_OWN_TESTS = {
     "from_anywhere",
     "matmul",
     "spirals",
+    "cifar10",
+    "estimator",
+    "keras_model",
 }
 """Those that show something else than one training, in tests of their own: test_<name>_example.py."""

@@ -19,6 +19,7 @@ import torch
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.embedding.kernels import slot_of as slot_of
 from shoal.errors import ConfigError
+from shoal.ps.weight_average import PREFIX, averaged, base_of
 from shoal.runtime.kernel_cache import INT, floating_kernel, kernel, matrix, types, vector
 from shoal.runtime.transport.messages.client_server import ChunkSpec, DensePart
 
@@ -47,6 +48,11 @@ ELEMENT_WISE = frozenset(
 )
 """Optimizers that treat every element alone: their parameters may be cut anywhere."""
 
+
+def is_element_wise(optimizer: str) -> bool:
+    return optimizer.removeprefix(PREFIX) in ELEMENT_WISE
+
+
 _REFUSED = {
     "LBFGS": "it calls the model again and again within one step, which no server can",
     "SparseAdam": "it takes sparse gradients only, which parameters that are not rows do not have",
@@ -59,9 +65,10 @@ def check_optimizer(
 ) -> str:
     """The name under which servers know this optimizer; refused where they cannot run it on dense parameters."""
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is not kind:
+    base = base_of(kind)
+    if getattr(torch.optim, base.__name__, None) is not base:
         raise ConfigError(
-            f"the optimizer {kind.__module__}.{kind.__qualname__} is not one of torch.optim: servers run torch's own "
+            f"the optimizer {base.__module__}.{base.__qualname__} is not one of torch.optim: servers run torch's own "
             "classes by name, and nobody else's code. Nothing was started; use one of torch.optim, or another strategy."
         )
     hooks = () if isinstance(optimizer, type) else _hooks_of(optimizer)
@@ -72,7 +79,7 @@ def check_optimizer(
             "trainer.model, or use another strategy."
         )
     if dense:
-        _check_name(kind.__name__)
+        _check_name(base.__name__)
     return str(kind.__name__)
 
 
@@ -82,7 +89,9 @@ def _hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """torch's class of that name; refused where there is none, or where it cannot run on a server."""
+    """torch's class of that name, or one of them that keeps an average; refused where there is none, or where it cannot run on a server."""
+    if name.startswith(PREFIX):
+        return averaged(optimizer_class(name.removeprefix(PREFIX)))
     _check_name(name)
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or name == "Optimizer":
@@ -127,7 +136,7 @@ def plan_chunks(
     for dtype in dict.fromkeys(dtype for _, _, dtype, _ in params):
         mine = [param for param in params if param[2] == dtype]
         limit = _elements_per_chunk(mine, dtype, len(servers), chunk_bytes)
-        pack = _cut_and_pack if optimizer in ELEMENT_WISE else _pack
+        pack = _cut_and_pack if is_element_wise(optimizer) else _pack
         chunks += [(dtype, parts) for parts in pack(mine, limit)]
     slots = _place([_num_bytes(dtype, parts) for dtype, parts in chunks], servers)
     return [

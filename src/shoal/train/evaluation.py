@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +24,7 @@ from shoal.parallel.protocol import Strategy, TrainJob
 from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.train.calls import asked_to_leave
+from shoal.train.prediction_files import PredictionFile, write_manifest
 from shoal.train.progress import TrainingProgress
 
 if TYPE_CHECKING:
@@ -40,11 +43,12 @@ def evaluate(
     rank: int,
     num_workers: int,
     tick: Tick,
+    num_batches: int = 0,
 ) -> dict[str, float]:
-    """Mean loss and metrics over all of `batches`, equal on every rank."""
+    """Mean loss and metrics over all of `batches`, or the first `num_batches`, equal on every rank."""
     metrics.reset()
     sums = torch.zeros(2, dtype=torch.float64)
-    for part in _slices(batches, rank, num_workers, what="evaluate"):
+    for part in _slices(batches, rank, num_workers, what="evaluate", num_batches=num_batches):
         with recorder.COMPUTE:
             output = strategy.forward(part)
         target, weight = place((part.target, part.weight), job.device, job.cast_inputs)
@@ -65,27 +69,66 @@ def evaluate(
 
 
 def predict(
-    strategy: Strategy, job: TrainJob, batches: Batches, *, rank: int, num_workers: int, tick: Tick
+    strategy: Strategy,
+    job: TrainJob,
+    batches: Batches,
+    *,
+    rank: int,
+    num_workers: int,
+    tick: Tick,
+    num_batches: int = 0,
+    out: str | None = None,
+    is_writer: bool = True,
 ) -> Tree:
-    """The model's outputs for all of `batches`, in the order of the data, the same on every rank."""
+    """The model's outputs for all of `batches`, in the order of the data, the same on every rank.
+
+    With `out` they are written there, by the ranks that are a writer, and their number is returned.
+    """
+    if out is not None:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(PredictionFile(out, rank).opened()) if is_writer else None
+            for part, output in _outputs(
+                strategy, job, batches, rank, num_workers, tick=tick, num_batches=num_batches
+            ):
+                if file is not None:
+                    file.write(part, output)
+        counts = strategy.gather(torch.tensor([file.num_rows if file is not None else 0]))
+        rows = [int(each.sum()) for each in counts]
+        if rank == 0 and is_writer:
+            write_manifest(out, rows)
+        strategy.reduce(torch.zeros(1))  # nobody goes on before it is there
+        return {"out": out, "rows": sum(rows)}
     kept: list[Tree] = []
     sizes: list[int] = []
     template: Tree = None
-    for part in _slices(batches, rank, num_workers, what="predict"):
-        output = job.loss.predictions(strategy.forward(part))
-        _refuse_uncut(output, max(part.num_local, 1))
-        own = map_tensors(lambda tensor, n=part.num_local: tensor[:n].cpu(), output)  # type: ignore[misc]
+    for part, own in _outputs(strategy, job, batches, rank, num_workers, tick=tick, num_batches=num_batches):
         template = own
         kept.append(own)
         sizes.append(part.num_local)
-        tick(part)
-        failpoint("worker: predicting")
     mine = concatenate(kept)
     gathered = [strategy.gather(leaf) for leaf in leaves(mine) if isinstance(leaf, Tensor)]
     # Every rank's own, not what an even cut would give: shares may differ, and bad samples may be left out.
     by_rank = [counts.tolist() for counts in strategy.gather(torch.tensor(sizes))]
     whole = iter([_in_data_order(parts, by_rank) for parts in gathered])
     return map_tensors(lambda tensor: next(whole), template)
+
+
+def _outputs(
+    strategy: Strategy,
+    job: TrainJob,
+    batches: Batches,
+    rank: int,
+    num_workers: int,
+    *,
+    tick: Tick,
+    num_batches: int,
+) -> Iterator[tuple[Slice, Tree]]:
+    for part in _slices(batches, rank, num_workers, what="predict", num_batches=num_batches):
+        output = job.loss.predictions(strategy.forward(part))
+        _refuse_uncut(output, max(part.num_local, 1))
+        yield part, map_tensors(lambda tensor, n=part.num_local: tensor[:n].cpu(), output)  # type: ignore[misc]
+        tick(part)
+        failpoint("worker: predicting")
 
 
 def pass_reporter(phase: str, num_steps: int | None, progress: TrainingProgress) -> Tick:
@@ -117,9 +160,12 @@ def pass_reporter(phase: str, num_steps: int | None, progress: TrainingProgress)
     return tick
 
 
-def _slices(batches: Batches, rank: int, num_workers: int, *, what: str) -> Iterator[Slice]:
+def _slices(
+    batches: Batches, rank: int, num_workers: int, *, what: str, num_batches: int = 0
+) -> Iterator[Slice]:
     empty = True
-    for part in batches.slices(epoch=0, start=0, rank=rank, num_workers=num_workers):
+    slices = batches.slices(epoch=0, start=0, rank=rank, num_workers=num_workers)
+    for part in itertools.islice(slices, num_batches or None):
         empty = False
         yield part
     if empty:

@@ -523,6 +523,7 @@ class FitLoop:
             rank=self._trainer.data_rank,
             num_workers=self._trainer.num_workers,
             tick=lambda part: None,
+            num_batches=self._trainer.config.fast_dev_run,
         )
         logs = {f"val_{name}": value for name, value in measured.items()}
         self._callbacks.call("on_validation_end", self._trainer, logs)

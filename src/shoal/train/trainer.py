@@ -7,6 +7,7 @@ disk in checkpoint/saving.py, progress and replay anchors in progress.py.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,19 @@ from shoal.parallel.loss import LossRule, StepLoss, loss_rule
 from shoal.parallel.loss_scale import LossScale
 from shoal.parallel.parameter_file import ParameterFile
 from shoal.parallel.protocol import ControlFlags, HoldsCopy, Strategy, TrainJob, Turn
+from shoal.ps.weight_average import base_of, keep_average
 from shoal.runtime import recorder, scratch
-from shoal.train.callbacks.base import Callback, CallbackList
+from shoal.train.arguments.arrays import batches_of_arrays, is_arrays
+from shoal.train.arguments.by_name import (
+    SCALES,
+    check_params,
+    describe_scaling,
+    loss_named,
+    optimizer_named,
+    scale_learning_rates,
+)
+from shoal.train.arguments.initial_weights import initialise
+from shoal.train.callbacks.base import Callback, CallbackList, average_decay
 from shoal.train.calls import (
     OTHER_PRECISIONS,
     PRECISIONS,
@@ -64,11 +76,29 @@ from shoal.train.evaluation import evaluate, metric_set, pass_reporter, predict
 from shoal.train.graph import GraphReport
 from shoal.train.loop import FitLoop
 from shoal.train.planned import check_planned
+from shoal.train.prediction_files import refuse_written
 from shoal.train.progress import FitStart, History, Position, TrainingProgress, inherit, restore, snapshot
+from shoal.train.summary import LayerLine, layer_lines, summary_text
 from shoal.train.verification import Verification, fingerprint_at_end
 
 if TYPE_CHECKING:
     from shoal.train.leasing import Leasing
+
+STRATEGY_NAMES = (
+    *(
+        "optimizer",
+        "step",
+        "replay_log",
+        "prepare",
+        "forward_backward",
+        "commit",
+        "forward",
+        "reduce",
+        "gather",
+    ),
+    *("state", "load"),
+)
+"""What the Trainer asks of a Strategy (shoal.parallel.protocol)."""
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
@@ -104,6 +134,24 @@ class TrainerConfig:
     shows_progress: bool
     """Draw progress in a plain python process."""
 
+    scale_lr: str | None
+    """Rule by which learning rates follow the number of workers; None: they do not."""
+
+    init_from: str | None
+    """Weights to begin with."""
+
+    init_partial: bool
+    """Whether parts of the model that `init_from` has nothing for may stay as they were built."""
+
+    fast_dev_run: int
+    """Batches of each pass, to try a script out; 0: all of them."""
+
+    params: dict[str, Any]
+    """The user's hyper-parameters: in the run directory and in checkpoints."""
+
+    strategy: Callable[[Any], Strategy] | None
+    """A class of the user's own in the place of the launched strategy's."""
+
     step: dict[str, Any]
     """Settings of a step, by the names of TrainJob's fields."""
 
@@ -126,7 +174,14 @@ class Trainer:
         *,
         loss: Any = None,
         training_step: Callable[..., Any] | None = None,
-        optimizer: OptimizerFactory | torch.optim.Optimizer | Mapping[str, OptimizerFactory] | None = None,
+        optimizer: OptimizerFactory
+        | torch.optim.Optimizer
+        | Mapping[str, OptimizerFactory]
+        | str
+        | None = None,
+        lr: float | None = None,
+        optimizer_options: Mapping[str, Any] | None = None,
+        scale_lr: Literal["linear", "sqrt"] | None = None,
         scheduler: SchedulerFactory | LRScheduler | None = None,
         scheduler_every: Literal["step", "epoch"] = "step",
         metrics: Sequence[Any] | dict[str, Any] = (),
@@ -141,6 +196,11 @@ class Trainer:
         pipeline_cut: Sequence[str] | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         snapshot_every: int | None = None,
+        init_from: str | Path | None = None,
+        init_partial: bool = False,
+        params: Mapping[str, Any] | None = None,
+        fast_dev_run: bool | int = False,
+        strategy: Callable[[Any], Strategy] | None = None,
         device: str | torch.device | None = None,
         progress: bool = True,
     ) -> None:
@@ -148,13 +208,19 @@ class Trainer:
         Args:
             model: any module, or a function that builds it (then built under `seed`).
             loss: called as `loss(output, target)`, or `loss(output)` where batches have no target. May return a dict of named
-                parts, of which "loss" is trained and all are logged. "model" takes the loss that the model's forward returns.
+                parts, of which "loss" is trained and all are logged. "model" takes the loss that the model's forward returns;
+                "cross_entropy", "mse", "bce_with_logits" and others are torch's of that name.
             training_step: in the place of `loss`: called as `training_step(model, batch)`, with this worker's slice, and returns a
                 mean over its samples, or a pair (sum, count). It decides what of the model is run, and how often. To check its
                 loss, it is called again on the slice and its halves at steps 1, 2, 4, 8 and so on.
             optimizer: a function of the parameters, `lambda params: torch.optim.Adam(params)`, or an instance. With a
                 `training_step`, also a dict of functions by the name of a part of the model, `{"critic": ..., "generator": ...}`:
                 each updates its part in turn, by the loss of `training_step(model, batch, name)`.
+                A name of torch.optim, "adamw", is built with `lr` and `optimizer_options`.
+            lr: learning rate of an optimizer that is given by name.
+            optimizer_options: its other settings, {"momentum": 0.9}.
+            scale_lr: "linear" or "sqrt": multiply the learning rate by the number of workers, or its root, for batches of
+                `batch(32, per_worker=True)`. A resume at another number of workers multiplies by that one.
             scheduler: a function of the optimizer, or one built on the optimizer that is given; advanced every step or epoch.
             metrics: "accuracy", "top5", "auroc", or torchmetrics objects; exact over all workers.
             callbacks: see `shoal.callbacks`.
@@ -174,6 +240,13 @@ class Trainer:
             on_nonfinite: "raise", or "skip" steps whose loss or gradient is not finite.
             snapshot_every: steps between the snapshots to which workers that hold parts of the model go back when one dies, or
                 0 for none; by default as `--snapshot-every` says, else 50.
+            init_from: weights to begin with: a directory of `save` or of a checkpoint, a .safetensors file, or a .pth file, of which
+                only weights are read. What was loaded, skipped and missing is said.
+            init_partial: whether layers that `init_from` has nothing for may begin as they were built.
+            params: hyper-parameters of your own: in params.json of the run directory, in checkpoints, and in `shoal status`.
+            fast_dev_run: try the script out: one batch, or so many, of each pass, and no checkpoints.
+            strategy: a class of your own, called with the Job, that gives a Strategy (shoal.parallel.protocol) in the place of the one
+                that `--strategy` names. Derive it from the launched one's, such as shoal.parallel.ddp.Ddp.
             device: where the model lives; by default as `--device` says.
             progress: show how far it is, in a plain python process; `shoal run` shows it anyway.
         """
@@ -191,6 +264,28 @@ class Trainer:
             )
         if training_step is not None:
             refuse_beside_step(training_step, compile=compile, metrics=metrics)
+        if isinstance(loss, str) and loss != "model":
+            loss = loss_named(loss)
+        if isinstance(optimizer, str):
+            optimizer = optimizer_named(optimizer, lr, optimizer_options)
+        elif lr is not None or optimizer_options is not None:
+            raise ConfigError(
+                "lr= and optimizer_options= are for an optimizer that is given by name, optimizer='adamw'. Nothing was trained; set them "
+                "where the optimizer is built: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)."
+            )
+        if scale_lr is not None:
+            check_choice("scale_lr", scale_lr, tuple(SCALES))
+            if isinstance(optimizer, torch.optim.Optimizer):
+                raise ConfigError(
+                    f"scale_lr='{scale_lr}' sets the learning rate where the optimizer is built, and an optimizer that was built already is "
+                    "given. Nothing was trained; give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
+                )
+        check_limit("fast_dev_run", int(fast_dev_run), least=0)
+        if strategy is not None and not callable(strategy):
+            raise ConfigError(
+                f"strategy= takes a class of your own, called with the Job, and got {strategy!r}. Nothing was trained; a strategy by its "
+                "name is chosen at launch: shoal run --strategy ddp."
+            )
         if isinstance(optimizer, Mapping):
             refuse_as_optimizers(optimizer, is_step=training_step is not None, job=jobs.current())
         elif optimizer is not None:
@@ -223,6 +318,12 @@ class Trainer:
             device=device_of(self.job, device),
             snapshot_every=snapshot_every,
             shows_progress=progress,
+            scale_lr=scale_lr,
+            init_from=str(init_from) if init_from is not None else None,
+            init_partial=init_partial,
+            fast_dev_run=int(fast_dev_run),
+            params=check_params(params),
+            strategy=strategy,
             step={
                 "training_step": training_step,
                 "clip_norm": clip_norm,
@@ -239,7 +340,10 @@ class Trainer:
         kind, ignored = self.config.loss.outputs_are, getattr(loss, "ignore_index", None)
         self.train_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
         self.evaluation_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
+        if fast_dev_run:
+            callbacks = [each for each in callbacks if not each.runs_last]  # nothing is saved
         self.callbacks = CallbackList(callbacks, rank=self.rank)
+        self._average_decay = average_decay(self.callbacks)
         self.verification = Verification(self.job.verify, rank=self.rank) if self.job.verify else None
         self.checkpoints = BackgroundWriter()
         self.increments = saving.Increments()
@@ -256,6 +360,7 @@ class Trainer:
         """Drawing of the model, until its first step is done."""
 
         self._fit: FitLoop | None = None
+        self._layers: list[LayerLine] = []
         self._logged: dict[str, float] = {}
         self._at_hand: Batches | None = None
         self._fit_data: Batches | None = None  # of the fit that was last
@@ -265,9 +370,12 @@ class Trainer:
     def fit(
         self,
         data: Any,
+        target: Any = None,
         *,
         epochs: int | None = None,
         max_steps: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
         validation_data: Any = None,
         validate_every: int | None = None,
         resume: str | None = None,
@@ -279,6 +387,10 @@ class Trainer:
         callbacks' `on_validation_end`. `resume="auto"` goes on from the newest
         checkpoint of the run directory, if there is one; a path goes on from
         that checkpoint.
+
+        Arrays, tensors and DataFrames are taken as they are, `fit(x, y)`, in
+        batches of `batch_size` (32 by default, over all workers), in another
+        order each epoch unless `shuffle=False`; `validation_data=(x, y)` too.
         """
         check_limit("epochs", epochs)
         check_limit("max_steps", max_steps)
@@ -294,6 +406,15 @@ class Trainer:
         if epochs is None and max_steps is None:
             epochs = 1
         config, progress = self.config, self.progress
+        if config.fast_dev_run:
+            epochs, max_steps = None, config.fast_dev_run
+        data = batches_of_arrays(
+            data, target, batch_size=batch_size, shuffle=shuffle, seed=config.seed, what="fit"
+        )
+        if is_arrays(validation_data):
+            validation_data = batches_of_arrays(
+                validation_data, None, batch_size=batch_size, shuffle=False, seed=config.seed, what="fit"
+            )
         batches = batches_of(data, what="fit", seed=config.seed, may_be_endless=max_steps is not None)
         batches = batches.for_device(config.device)
         validation = None
@@ -317,6 +438,11 @@ class Trainer:
         )
         if start.is_finished:
             return call.end(start.history, kept=start.history.epochs)
+        if config.scale_lr is not None:
+            told = describe_scaling(batches, self.learning_rates, config.scale_lr, self.num_workers)
+            if self.rank == 0:
+                print(told, file=sys.stderr, flush=True)
+        self._write_params()
         progress.begin_fit(start)
         progress.data_description, self._fit_data = batches.describe(), batches
         self.control.stop = False
@@ -352,10 +478,16 @@ class Trainer:
             self.verification.end(self.strategy)
         return call.end(history, kept=history.epochs)
 
-    def evaluate(self, data: Any) -> dict[str, float]:
-        """Mean loss and metrics over all of `data`, equal on every rank."""
+    def evaluate(
+        self, data: Any, target: Any = None, *, batch_size: int | None = None, steps: int | None = None
+    ) -> dict[str, float]:
+        """Mean loss and metrics over all of `data`, or of arrays `evaluate(x, y)`, equal on every rank.
+
+        `steps` ends it after so many batches.
+        """
+        check_limit("steps", steps)
         self._refuse_evaluation("evaluate")
-        batches, call = self._begin_pass("evaluate", data)
+        batches, call = self._begin_pass("evaluate", data, target, batch_size=batch_size)
         if call.is_over:
             return dict(call.result)
         with drawn_here(self.job, wanted=self.config.shows_progress):
@@ -367,14 +499,24 @@ class Trainer:
                 rank=self.data_rank,
                 num_workers=self.num_workers,
                 tick=pass_reporter("evaluate", batches.num_steps(self.num_workers), self.progress),
+                num_batches=self.config.fast_dev_run or steps or 0,
             )
         return call.end(measured, kept=dict(measured))
 
-    def predict(self, data: Any) -> Tree:
-        """The model's outputs for all of `data`, in the order of the data, the same on every rank."""
-        batches, call = self._begin_pass("predict", data)
+    def predict(
+        self, data: Any, *, batch_size: int | None = None, out: str | Path | None = None
+    ) -> Tree | dict[str, Any]:
+        """The model's outputs for all of `data`, in the order of the data, the same on every rank.
+
+        With `out`, a directory or an fsspec URL, nothing is gathered: each
+        worker writes its rows to a Parquet file there as they come, with their
+        `position` in the data, and the result is `{"out": ..., "rows": ...}`.
+        """
+        batches, call = self._begin_pass("predict", data, batch_size=batch_size)
         if call.is_over:
             return call.result
+        if out is not None and self.job.incarnation == 0:
+            refuse_written(str(out))
         with drawn_here(self.job, wanted=self.config.shows_progress):
             predicted = predict(
                 self.strategy,
@@ -383,8 +525,25 @@ class Trainer:
                 rank=self.data_rank,
                 num_workers=self.num_workers,
                 tick=pass_reporter("predict", batches.num_steps(self.num_workers), self.progress),
+                num_batches=self.config.fast_dev_run,
+                out=str(out) if out is not None else None,
+                is_writer=self.job.counts_samples,
             )
         return call.end(predicted)
+
+    def summary(self) -> str:
+        """The model's layers and parameters, whatever a strategy makes of them; printed by rank 0."""
+        call = self._begin("summary", "")
+        job = self.job
+        optimizer = self.strategy.optimizer
+        footer = [f"strategy {job.strategy}, {job.num_workers} worker{'s' * (job.num_workers > 1)}"]
+        if optimizer is not None:
+            rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(self.learning_rates))
+            footer.append(f"optimizer {base_of(type(optimizer)).__name__}, learning rate {rates}")
+        text = summary_text(self._layers, title=type(self.local_model).__name__, footer=footer)
+        if self.rank == 0 and not call.is_over:
+            print(text, flush=True)
+        return call.end(text)
 
     def save(self, path: str | Path) -> None:
         """Write the model to a directory: model.safetensors, which anything can read, and manifest.json."""
@@ -462,7 +621,7 @@ class Trainer:
     def strategy(self) -> Strategy:
         """The prepared strategy."""
         if self._strategy is None:
-            self._strategy = create(self.job)
+            self._strategy = self._create()
         if not self._is_prepared:
             self._is_prepared = True
             self._prepare(self._strategy)
@@ -510,6 +669,48 @@ class Trainer:
         logged, self._logged = self._logged, {}
         return logged
 
+    def _create(self) -> Strategy:
+        if self.config.strategy is None:
+            return create(self.job)
+        made = self.config.strategy(self.job)
+        lacking = [name for name in STRATEGY_NAMES if not hasattr(made, name)]
+        if lacking:
+            raise ConfigError(
+                f"{getattr(self.config.strategy, '__name__', self.config.strategy)!r} gave a {type(made).__name__}, which is no Strategy: it "
+                f"lacks {', '.join(lacking)}. Nothing was trained; derive it from the class of a strategy, such as shoal.parallel.ddp.Ddp."
+            )
+        return made
+
+    def _build_optimizer(self, given: Any, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(given, model)
+        if self.config.scale_lr is not None:
+            scale_learning_rates(optimizer, self.lr_scale)
+        return self._keep_average(optimizer)
+
+    def _keep_average(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        decay = self._average_decay
+        return optimizer if decay is None else keep_average(optimizer, decay=decay)
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor of the learning rates by `scale_lr`."""
+        if self.config.scale_lr is None:
+            return 1.0
+        stands_for = self.job.verify.stands_for if self.job.verify is not None else 1
+        return SCALES[self.config.scale_lr](self.num_workers * stands_for)
+
+    def _write_params(self) -> None:
+        """params.json, which `shoal status` shows."""
+        if self.config.params and self.rank == 0 and self.job.launched:
+            (self.run_dir / "params.json").write_text(json.dumps(self.config.params, indent=1))
+
+    def _initialise(self, model: nn.Module) -> None:
+        path = self.config.init_from
+        if path is not None:
+            loaded = initialise(model, path, is_partial=self.config.init_partial)
+            if self.rank == 0:
+                print(loaded.describe(path), file=sys.stderr, flush=True)
+
     def _prepare(self, strategy: Strategy) -> None:
         is_cut = self.job.num_workers > 1 and strategies.parse_axes(self.job.strategy) is not None
         if not is_cut or isinstance(self.config.model, nn.Module):
@@ -534,13 +735,17 @@ class Trainer:
                 # Without its BatchNorm a model may diverge, which is no error of the script.
                 settings["on_nonfinite"] = "skip"
             settings["num_micro"] = self.verification.plan.num_micro or settings["num_micro"]
+        self._initialise(model)
+        self._layers = layer_lines(model)
         given = config.optimizer
+        if isinstance(given, torch.optim.Optimizer):
+            self._keep_average(given)
         is_scaled = settings["autocast"] is torch.float16 and given is not None
         self.train_job = TrainJob(
             loss_scale=LossScale() if is_scaled else None,
             model=model,
             loss=config.loss,
-            build_optimizer=partial(build_optimizer, given) if given is not None else None,
+            build_optimizer=partial(self._build_optimizer, given) if given is not None else None,
             given_optimizer=given if isinstance(given, torch.optim.Optimizer) else None,
             device=config.device,
             seed=config.seed,
@@ -585,7 +790,7 @@ class Trainer:
             raise Interrupted(signal_name=asked, step=self.step, checkpoint=self.progress.newest_checkpoint)
         number = session.begin_call(kind, detail)
         if self._strategy is None:
-            self._strategy = create(self.job)
+            self._strategy = self._create()
         call = Call(number, self._strategy.replay_log, lambda: snapshot(self)())
         # Also where the call is over: the script's own variable may be all that still uses the model.
         _ = self.strategy
@@ -600,7 +805,17 @@ class Trainer:
                 "predict, or a second Trainer with the trained model and a loss=."
             )
 
-    def _begin_pass(self, kind: str, data: Any) -> tuple[Batches, Call]:
+    def _begin_pass(
+        self,
+        kind: str,
+        data: Any,
+        target: Any = None,
+        *,
+        batch_size: int | None = None,
+    ) -> tuple[Batches, Call]:
+        data = batches_of_arrays(
+            data, target, batch_size=batch_size, shuffle=False, seed=self.config.seed, what=kind
+        )
         batches = batches_of(data, what=kind, seed=self.config.seed).for_device(self.config.device)
         self._at_hand = batches
         return batches, self._begin(kind, described(batches))

@@ -96,6 +96,7 @@ def _details(path: Path) -> dict[str, Any]:
     return {
         **run.facts(),
         "config": config,
+        "params": runs.read_json(path / "params.json"),
         "progress": runs.last_step(metrics, summary),
         "hosts": runs.hosts(config, events, run.state, workers=workers, servers=servers),
         "processes": workers,
@@ -158,6 +159,10 @@ def _show(details: dict[str, Any]) -> None:
     table.add_row("strategy", f"{details['strategy'] or '-'}, {workers}{servers}")
     if given := _given(config):
         table.add_row("options", given)
+    if details["params"]:
+        table.add_row(
+            "params", ", ".join(f"{name} {_shown(each)}" for name, each in details["params"].items())
+        )
     table.add_row("seed", _shown(config.get("seed")))
     table.add_row("started", _when(details["started"]))
     table.add_row("progress", _progress(progress) or "no step yet")

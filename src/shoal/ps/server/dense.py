@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shoal.errors import ConfigError
-from shoal.ps.layout import ELEMENT_WISE, dtype_name, num_elements, optimizer_class, torch_dtype
+from shoal.ps.layout import dtype_name, is_element_wise, num_elements, optimizer_class, torch_dtype
 from shoal.runtime.transport import memfd
 from shoal.runtime.transport.messages.client_server import ChunkSpec, Settings
 
@@ -129,7 +129,7 @@ class DenseChunk:
         self._sum: torch.Tensor | None = None
         # Groups without a part in this chunk are left out, so the optimizer's own list is shorter.
         self._numbers = sorted({part.group for part in spec.parts})
-        self._run_over(self._group() if kind.__name__ in ELEMENT_WISE else self._apart())
+        self._run_over(self._group() if is_element_wise(kind.__name__) else self._apart())
 
     def sum_memory(self) -> torch.Tensor:
         if self._sum is None:

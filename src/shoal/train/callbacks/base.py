@@ -81,6 +81,9 @@ class Callback:
     checkpoint_directory: str | None = None
     """Where it saves checkpoints, if not in the run directory: a resumed fit looks there too."""
 
+    average_decay: float | None = None
+    """Not None where the optimizer keeps an average of the weights: its decay, or 0 where the callback says when."""
+
     full_every: int = 1
     """Of so many checkpoints one holds tables on servers whole, and the others rows that changed."""
 
@@ -192,6 +195,17 @@ class CallbackList:
                 ):
                     raise ValueError(problem)
                 callback.load_state(own["state"])
+
+
+def average_decay(callbacks: CallbackList) -> float | None:
+    """Decay of the average that the optimizer keeps; None where no callback asks for one."""
+    asking = [each for each in callbacks if each.average_decay is not None]
+    if len(asking) > 1:
+        raise ConfigError(
+            f"{' and '.join(type(each).__name__ for each in asking)} both average the weights, and an optimizer keeps one average. Nothing "
+            "was trained; leave one of them out."
+        )
+    return asking[0].average_decay if asking else None
 
 
 _PARTS = ("weights", "buffers", "requires_grad", "settings of the optimizer")

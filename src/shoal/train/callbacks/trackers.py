@@ -69,6 +69,7 @@ class Tracker(Callback, abc.ABC):
                 self._known = note.read_text(encoding="utf-8").strip()
         is_first = not (self._known or trainer.step or job.incarnation)
         about = {
+            **trainer.config.params,
             "run": job.name,
             "strategy": job.strategy,
             "workers": job.num_workers,

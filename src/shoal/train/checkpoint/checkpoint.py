@@ -635,6 +635,18 @@ def prune(directory: str | os.PathLike[str], keep_last: int, protect: Iterable[s
     return [place.url for place in going]
 
 
+def spaced_by_hours(directory: str | os.PathLike[str], hours: float) -> list[str]:
+    """Of the checkpoints of a directory those that are at least so many hours apart, the oldest first among them."""
+    spaced: list[str] = []
+    last = -math.inf
+    for place in _steps(directory):
+        written = place.fs.modified(place.file(MANIFEST)).timestamp() if place.has(MANIFEST) else -math.inf
+        if written - last >= hours * 3600:
+            spaced.append(place.url)
+            last = written
+    return spaced
+
+
 _ASIDE = "before-"
 
 

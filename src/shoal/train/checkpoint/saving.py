@@ -43,6 +43,7 @@ from shoal.ps.client.bulk_transfer import RowStamps
 from shoal.runtime import recorder, scratch
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.serialization import from_plain, to_plain, unlike
+from shoal.train.arguments.by_name import rescale_learning_rates
 from shoal.train.checkpoint.background import copied
 from shoal.train.checkpoint.checkpoint import (
     Checkpoint,
@@ -283,6 +284,9 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
     progress.num_skipped_steps = saved["skipped_steps"]
     if trainer.scheduler is not None and saved["scheduler"] is not None:
         load_scheduler(trainer.scheduler, saved["scheduler"], path=found.path)
+    if trainer.config.scale_lr is not None:
+        rescale_learning_rates(trainer.strategy.optimizer, trainer.scheduler, trainer.lr_scale)
+    _tell_changed_params(trainer, saved)
     if trainer.train_job.loss_scale is not None and saved.get("loss_scale") is not None:
         trainer.train_job.loss_scale = LossScale(**saved["loss_scale"])
     trainer.callbacks.load_state(saved["callbacks"])
@@ -301,6 +305,17 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
         began_samples=progress.position.samples,
         leases=leases,
     )
+
+
+def _tell_changed_params(trainer: Trainer, saved: dict[str, Any]) -> None:
+    before, now = saved.get("params") or {}, trainer.config.params
+    changed = [
+        f"{name} {before.get(name)!r} -> {now.get(name)!r}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
+    if changed and before and trainer.rank == 0:
+        print(f"note: params differ from the checkpoint's: {', '.join(changed)}", file=sys.stderr, flush=True)
 
 
 def _leases(trainer: Trainer, saved: dict[str, Any]) -> dict[str, Any] | None:
@@ -405,6 +420,7 @@ class _Progress(msgspec.Struct, kw_only=True):
     leases: _Leases | None = None
     strategy: str
     num_workers: Size
+    params: dict[str, Any] | None = None
 
 
 def _check_progress(saved: dict[str, Any]) -> None:
@@ -449,6 +465,7 @@ def _to_save(trainer: Trainer) -> dict[str, Any]:
         "leases": leasing.state if leasing is not None else None,
         "strategy": trainer.job.strategy,
         "num_workers": trainer.num_workers,
+        "params": trainer.config.params,
     }
     return copy.deepcopy(saved)  # training goes on while it is written
 

@@ -1,0 +1,362 @@
+"""`shoal.estimator`: TF1's Estimator over a Trainer: model_fn, input_fn, RunConfig, hooks, train_and_evaluate.
+
+`model_fn(features, labels, mode, params)` is called once for each mode, with the
+first batch, and returns the parts of a model in place of a graph. `model_dir`
+holds the checkpoints: train goes on from the newest, evaluate and predict load it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from shoal.config import job as jobs
+from shoal.data.batches import Batches, as_batches
+from shoal.data.slice import split_target
+from shoal.data.tree import map_tensors, tensors
+from shoal.errors import ConfigError, NoCheckpoint
+from shoal.train.arguments.arrays import batches_of_arrays
+from shoal.train.callbacks.base import Callback
+from shoal.train.callbacks.logs import TensorBoard
+from shoal.train.callbacks.monitored import ModelCheckpoint, StopAtStep
+from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from shoal.train.checkpoint.storage import MANIFEST, Place
+from shoal.train.trainer import Trainer
+
+InputFn = Callable[[], Any]
+
+
+class ModeKeys(StrEnum):
+    """What a model_fn is asked for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "infer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """How to train, by the names of tf.estimator.RunConfig."""
+
+    model_dir: str | None = None
+    """Directory or URL of the checkpoints; by default `checkpoints` in the run directory."""
+
+    tf_random_seed: int = 0
+    """Seed of everything random while training."""
+
+    save_checkpoints_steps: int | None = None
+    """Steps between checkpoints."""
+
+    save_checkpoints_secs: float | None = None
+    """Seconds between checkpoints; 600 where no steps are given."""
+
+    keep_checkpoint_max: int = 5
+    """How many of the newest checkpoints stay."""
+
+    keep_checkpoint_every_n_hours: float | None = None
+    """Of the older ones, one stays for every so many hours."""
+
+    save_summary_steps: int | None = None
+    """Steps between values for TensorBoard; None: none are written."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EstimatorSpec:
+    """What a model_fn returns."""
+
+    mode: ModeKeys
+    model: nn.Module
+    loss: Any = None
+    """Needed to train and to evaluate: a name or a function of (output, labels), as Trainer(loss=) takes it."""
+
+    optimizer: Any = None
+    """In the place of train_op; needed to train."""
+
+    scheduler: Any = None
+    eval_metric_ops: Any = ()
+    """As Trainer(metrics=) takes them."""
+
+    predictions: Callable[[Any], Any] | None = None
+    """From the model's output to what predict gives; None: the output itself."""
+
+    training_hooks: Sequence[Callback] = ()
+    scaffold: Mapping[str, Any] = field(default_factory=dict)
+    """Other arguments of the Trainer: clip_norm, init_from, precision, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSpec:
+    """What train_and_evaluate trains."""
+
+    input_fn: InputFn
+    max_steps: int | None = None
+    hooks: Sequence[Callback] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSpec:
+    """What train_and_evaluate measures."""
+
+    input_fn: InputFn
+    steps: int | None = None
+
+
+class StopAtStepHook(StopAtStep):
+    """Stops once the global step `last_step` is done."""
+
+    def __init__(self, last_step: int) -> None:
+        super().__init__(last_step)
+
+
+class CheckpointSaverHook(ModelCheckpoint):
+    """Saves checkpoints to `checkpoint_dir`, every `save_steps` or `save_secs`."""
+
+    def __init__(
+        self, checkpoint_dir: str, save_secs: float | None = None, save_steps: int | None = None
+    ) -> None:
+        super().__init__(directory=checkpoint_dir, every_s=save_secs, every_steps=save_steps)
+
+
+class SummarySaverHook(TensorBoard):
+    """Writes loss, learning rate and metrics for TensorBoard."""
+
+
+class Estimator:
+    """Trains, evaluates and serves what `model_fn` builds; one process or many, by the strategy of the launch."""
+
+    def __init__(
+        self,
+        model_fn: Callable[..., EstimatorSpec],
+        params: Mapping[str, Any] | None = None,
+        config: RunConfig | None = None,
+        model_dir: str | None = None,
+    ) -> None:
+        self._model_fn, self.params, self.config = model_fn, dict(params or {}), config or RunConfig()
+        if model_dir is not None and self.config.model_dir not in (None, model_dir):
+            raise ConfigError(
+                f"model_dir is '{model_dir}' in the Estimator and '{self.config.model_dir}' in its RunConfig. Nothing was trained; say it once."
+            )
+        self.model_dir = model_dir or self.config.model_dir or str(jobs.current().run_dir / "checkpoints")
+        self._trainer: Trainer | None = None
+        self._spec: EstimatorSpec | None = None
+
+    def train(
+        self,
+        input_fn: InputFn,
+        hooks: Sequence[Callback] = (),
+        steps: int | None = None,
+        max_steps: int | None = None,
+        validation: Any = None,
+    ) -> Estimator:
+        """Train `steps` more, or up to the global step `max_steps`, or else once over what input_fn gives."""
+        if steps is not None and max_steps is not None:
+            raise ConfigError(
+                f"train(steps={steps}, max_steps={max_steps}): give one of them. Nothing was trained."
+            )
+        batches, resume, first = _batches(input_fn), None, (0, 0)
+        start = (0, 0)
+        if self._trainer is None or self._spec is None or self._spec.mode is not ModeKeys.TRAIN:
+            resume = self._newest_before_this_job()
+            if resume is not None:
+                saved = open_checkpoint(resume).progress
+                start = (saved["epoch"], saved["step"])
+                first = (saved["fit"]["first_epoch"], saved["fit"]["first_step"])
+            trainer = self._build(ModeKeys.TRAIN, batches, hooks)
+        else:
+            trainer = self._trainer
+            start = first = (trainer.epoch, trainer.step)
+        last = start[1] + steps if steps is not None else max_steps
+        if last is not None and last <= start[1]:
+            return self
+        self._refuse_short_input(batches, last, start)
+        trainer.fit(
+            batches,
+            epochs=None if batches.is_endless else start[0] - first[0] + 1,
+            max_steps=last - first[1] if last is not None else None,
+            validation_data=validation,
+            validate_every=self.config.save_checkpoints_steps if validation is not None else None,
+            resume=resume,
+        )
+        # A hook may have ended it: at its step, or by trainer.stop().
+        wanted = min([last, *trainer.callbacks.last_steps]) if last is not None else 0
+        if last is not None and trainer.step < wanted and not trainer.control.stop:
+            raise ConfigError(
+                f"input_fn ended after {trainer.step - start[1]} steps, and {last - start[1]} were asked for. What was trained is in "
+                f"{self.model_dir}; let input_fn return a dataset with .repeat(), or ask for fewer steps."
+            )
+        return self
+
+    def evaluate(self, input_fn: InputFn, steps: int | None = None) -> dict[str, float]:
+        """Loss, metrics and global_step of the newest weights."""
+        batches = _batches(input_fn)
+        trainer = self._for_pass(ModeKeys.EVAL, batches)
+        return {**trainer.evaluate(batches, steps=steps), "global_step": float(self._global_step)}
+
+    def predict(self, input_fn: InputFn) -> Iterator[Any]:
+        """A prediction for each sample, in their order."""
+        batches = _batches(input_fn)
+        trainer = self._for_pass(ModeKeys.PREDICT, batches)
+        output: Any = trainer.predict(batches)
+        assert self._spec is not None
+        if self._spec.predictions is not None:
+            output = self._spec.predictions(output)
+        for row in range(len(tensors(output)[0])):
+            yield map_tensors(lambda tensor, at=row: tensor[at], output)  # type: ignore[misc]
+
+    def export(self, export_dir: str, serving_input_fn: Callable[[], Any] | None = None) -> str:
+        """The newest weights as model/model.safetensors; with example inputs also program.pt2, which needs none of the code."""
+        if self._trainer is None:
+            raise ConfigError(
+                "export needs trained weights: call train or evaluate first. Nothing was written."
+            )
+        folder = Path(export_dir)
+        self._trainer.save(folder / "model")
+        if serving_input_fn is not None and jobs.rank() == 0:
+            given = serving_input_fn()
+            args = given if isinstance(given, tuple) else (given,)
+            module = self._call_model_fn(
+                ModeKeys.PREDICT, args if len(args) > 1 else args[0], None
+            ).model.eval()
+            module.load_state_dict(load_file(folder / "model" / "model.safetensors"))
+            batch = torch.export.Dim("batch", min=1)
+            shapes = tuple({0: batch} if isinstance(each, Tensor) else None for each in args)
+            torch.export.save(
+                torch.export.export(module, args, dynamic_shapes=shapes), folder / "program.pt2"
+            )
+        return export_dir
+
+    # ---- building --------------------------------------------------------------------------------
+
+    def _build(self, mode: ModeKeys, batches: Batches, hooks: Sequence[Callback] = ()) -> Trainer:
+        features, labels = _first(batches)
+        spec, config = self._call_model_fn(mode, features, labels), self.config
+        needed = {"loss": mode is not ModeKeys.PREDICT, "optimizer": mode is ModeKeys.TRAIN}
+        lacking = [name for name, is_needed in needed.items() if is_needed and getattr(spec, name) is None]
+        if lacking:
+            raise ConfigError(
+                f"model_fn returned an EstimatorSpec without {' and '.join(lacking)} for mode '{mode}'. Nothing was trained; to train it needs "
+                "loss= and optimizer=, to evaluate loss=, to predict neither."
+            )
+        callbacks = [*spec.training_hooks, *hooks]
+        if mode is ModeKeys.TRAIN:
+            callbacks.append(
+                ModelCheckpoint(
+                    directory=self.model_dir,
+                    every_steps=config.save_checkpoints_steps,
+                    every_s=config.save_checkpoints_secs
+                    or (None if config.save_checkpoints_steps else 600.0),
+                    every_epochs=1,
+                    keep_last=config.keep_checkpoint_max,
+                    keep_every_hours=config.keep_checkpoint_every_n_hours,
+                )
+            )
+            if config.save_summary_steps is not None:
+                callbacks.append(TensorBoard(every_steps=config.save_summary_steps))
+        self._spec = spec
+        self._trainer = Trainer(
+            spec.model,
+            loss=spec.loss if spec.loss is not None else "mse",  # predict never asks it
+            optimizer=spec.optimizer if mode is ModeKeys.TRAIN else None,
+            scheduler=spec.scheduler if mode is ModeKeys.TRAIN else None,
+            metrics=spec.eval_metric_ops,
+            callbacks=callbacks,
+            seed=config.tf_random_seed,
+            params=self.params or None,
+            **spec.scaffold,
+        )
+        return self._trainer
+
+    def _call_model_fn(self, mode: ModeKeys, features: Any, labels: Any) -> EstimatorSpec:
+        torch.manual_seed(
+            self.config.tf_random_seed
+        )  # the same first weights in every mode and on every rank
+        named = {"labels": labels, "mode": mode, "params": self.params, "config": self.config}
+        taken = inspect.signature(self._model_fn).parameters
+        spec = self._model_fn(features, **{name: value for name, value in named.items() if name in taken})
+        if not isinstance(spec, EstimatorSpec):
+            raise ConfigError(
+                f"model_fn returned a {type(spec).__name__}, not a shoal.estimator.EstimatorSpec. Nothing was trained."
+            )
+        return spec
+
+    def _for_pass(self, mode: ModeKeys, batches: Batches) -> Trainer:
+        """The Trainer that has trained; else one with the newest checkpoint of model_dir."""
+        if self._trainer is not None and (mode is ModeKeys.EVAL or self._spec is not None):
+            return self._trainer
+        newest = self._newest_before_this_job()
+        if newest is None:
+            raise NoCheckpoint(path=self.model_dir, reason="nothing was trained in it yet; call train first")
+        trainer = self._build(mode, batches)
+        trainer.load(newest)
+        self._loaded_step = int(open_checkpoint(newest, verify=False).progress["step"])
+        return trainer
+
+    @property
+    def _global_step(self) -> int:
+        assert self._trainer is not None
+        return self._trainer.step or getattr(self, "_loaded_step", 0)
+
+    def _newest_before_this_job(self) -> str | None:
+        """A worker that replaces another runs the script again: what its own job saved meanwhile is not where that began."""
+        job = jobs.current()
+        began = psutil.Process().create_time()
+        if job.launched and (config := job.run_dir / "config.json").exists():
+            began = float(json.loads(config.read_text())["started"])
+        for path in reversed(list_checkpoints(self.model_dir)):
+            place = Place.at(path)
+            if place.fs.modified(place.file(MANIFEST)).timestamp() < began or not job.launched:
+                return os.fspath(path)
+        return None
+
+    def _refuse_short_input(self, batches: Batches, last: int | None, start: tuple[int, int]) -> None:
+        num_steps = batches.num_steps(jobs.current().num_data_ranks)
+        if (
+            last is not None
+            and num_steps is not None
+            and not batches.is_endless
+            and num_steps < last - start[1]
+        ):
+            raise ConfigError(
+                f"input_fn gives {num_steps} batches, and {last - start[1]} steps were asked for: it would end early. Nothing was trained; "
+                "let it return data.repeat().batch(...), or ask for fewer steps."
+            )
+
+
+def train_and_evaluate(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+) -> tuple[dict[str, float], None]:
+    """Train up to max_steps, with the evaluation data measured after each epoch and checkpoint, and at the end."""
+    estimator.train(
+        train_spec.input_fn,
+        hooks=train_spec.hooks,
+        max_steps=train_spec.max_steps,
+        validation=_batches(eval_spec.input_fn),
+    )
+    return estimator.evaluate(eval_spec.input_fn, steps=eval_spec.steps), None
+
+
+def _batches(input_fn: InputFn) -> Batches:
+    if not callable(input_fn):
+        raise ConfigError(
+            f"input_fn must be a function without arguments that returns data, got a {type(input_fn).__name__}. Nothing was trained."
+        )
+    given = input_fn()
+    if isinstance(given, tuple) and len(given) == 2:  # (features, labels)
+        given = batches_of_arrays(*given, batch_size=None, shuffle=False, seed=0, what="input_fn")
+    return as_batches(given, default_seed=0)
+
+
+def _first(batches: Batches) -> tuple[Any, Any]:
+    [part] = batches.slices(epoch=0, start=0, rank=0, num_workers=1, stop=1)
+    return split_target(part.batch)

@@ -1,0 +1,113 @@
+"""`predict(out=URL)`: outputs streamed to Parquet files, one per worker, instead of gathered by all of them.
+
+A row is a sample: its position in the data, and a column for each tensor of the
+output. A worker that replaces another writes its file again from the start;
+manifest.json, written last, lists the files that belong together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from shoal.data.slice import Slice
+from shoal.data.tree import Tree
+from shoal.errors import ConfigError
+from shoal.train.checkpoint.storage import MANIFEST, Place
+
+ROW_GROUP_BYTES = 16 << 20
+
+
+def refuse_written(url: str) -> None:
+    """Refuse a directory that holds predictions already."""
+    if Place.at(url).has(MANIFEST):
+        raise ConfigError(
+            f"predict(out={url!r}) would write over the predictions that are there. Nothing was predicted; name another directory, or "
+            "remove this one."
+        )
+
+
+class PredictionFile:
+    """This worker's file: rows are kept until a row group is full."""
+
+    def __init__(self, url: str, rank: int) -> None:
+        self._place = Place.at(url)
+        self.name, self.num_rows = f"part-{rank:05d}.parquet", 0
+        self._writer: pq.ParquetWriter | None = None
+        self._waiting: list[pa.Table] = []
+        self._num_bytes = 0
+
+    @contextmanager
+    def opened(self) -> Iterator[PredictionFile]:
+        """Within it rows are written; the file has its name once all of them are there."""
+        self._place.fs.makedirs(self._place.path, exist_ok=True)
+        final = self._place.file(self.name)
+        written = f"{final}.tmp" if self._place.local is not None else final
+        with self._place.fs.open(written, "wb") as sink:
+            self._sink = sink
+            yield self
+            self._flush()
+            if self._writer is not None:
+                self._writer.close()
+        if self._writer is None:
+            self._place.fs.rm_file(written)
+        elif written != final:
+            os.replace(written, final)
+
+    def write(self, part: Slice, output: Tree) -> None:
+        if not part.num_local:
+            return
+        first = part.start + part.first
+        columns = {"position": pa.array(np.arange(first, first + part.num_local, dtype=np.int64))}
+        columns |= {name: _column(tensor) for name, tensor in _named(output, "output")}
+        table = pa.table(columns)
+        self.num_rows += part.num_local
+        self._waiting.append(table)
+        self._num_bytes += table.nbytes
+        if self._num_bytes >= ROW_GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        table = pa.concat_tables(self._waiting)
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self._sink, table.schema)
+        self._writer.write_table(table)
+        self._waiting, self._num_bytes = [], 0
+
+
+def write_manifest(url: str, rows_by_rank: list[int]) -> None:
+    files = {f"part-{rank:05d}.parquet": rows for rank, rows in enumerate(rows_by_rank) if rows}
+    place = Place.at(url)
+    with place.fs.open(place.file(MANIFEST), "wb") as sink:
+        sink.write(json.dumps({"rows": sum(rows_by_rank), "files": files}, indent=1).encode())
+
+
+def _named(output: Tree, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(output, Tensor):
+        yield name, output
+    elif isinstance(output, dict) or hasattr(output, "items"):
+        for key, value in output.items():
+            yield from _named(value, str(key) if name == "output" else f"{name}.{key}")
+    elif isinstance(output, (tuple, list)):
+        for number, value in enumerate(output):
+            yield from _named(value, f"{name}.{number}")
+
+
+def _column(tensor: Tensor) -> Any:
+    """One value per row, or a list of fixed size, rows of more dimensions flattened."""
+    array = tensor.detach().cpu()
+    values = (array.float() if array.dtype.itemsize == 2 and array.is_floating_point() else array).numpy()
+    if values.ndim == 1:
+        return pa.array(values)
+    flat = values.reshape(len(values), -1)
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), flat.shape[1])
