@@ -60,9 +60,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2000, help="generated pictures, without --data")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.02, help="of one device")
-    parser.add_argument(
-        "--width", type=int, default=8, help="channels of the first stage; 64 is the full size"
-    )
+    parser.add_argument("--width", type=int, default=8, help="of the first stage; 64 is the full size")
     options = parser.parse_args()
 
     if options.data is not None:
@@ -92,9 +90,8 @@ def main() -> None:
     )
     if shoal.rank() == 0:
         for epoch, logs in enumerate(history.epochs, start=1):
-            print(
-                f"epoch {epoch}: loss {logs['loss']:.4f}, top-1 {logs['val_accuracy']:.3f}, top-5 {logs['val_top5']:.3f}"
-            )
+            top1, top5 = logs["val_accuracy"], logs["val_top5"]
+            print(f"epoch {epoch}: loss {logs['loss']:.4f}, top-1 {top1:.3f}, top-5 {top5:.3f}")
 
 
 if __name__ == "__main__":

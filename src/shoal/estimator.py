@@ -46,7 +46,7 @@ class ModeKeys(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class EstimatorConfig:
     """How to train, by the names of tf.estimator.RunConfig."""
 
     model_dir: str | None = None
@@ -69,6 +69,9 @@ class RunConfig:
 
     save_summary_steps: int | None = None
     """Steps between values for TensorBoard; None: none are written."""
+
+
+RunConfig = EstimatorConfig
 
 
 @dataclass(slots=True, kw_only=True)

@@ -253,7 +253,7 @@ def test_a_class_is_a_factory() -> None:
     [
         ({"model": "resnet"}, "model must be an nn.Module"),
         ({"model": lambda: None}, "returned a NoneType, not an nn.Module"),
-        ({"optimizer": "adam"}, "optimizer must be a function"),
+        ({"optimizer": 0.1}, "optimizer must be a function"),
         ({"optimizer": lambda params: 0.1}, "returned a float, not an optimizer"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS runs the model several times"),
         ({"callbacks": [Callback]}, "callbacks must hold instances"),
@@ -615,7 +615,7 @@ def test_what_is_no_batches_is_refused_with_the_cure() -> None:
     with pytest.raises(ConfigError, match=r"data\.batch\(1024\)"):
         trainer().fit(dataset())
     with pytest.raises(ConfigError, match=r"from_arrays\(\(inputs, target\)\)\.batch\(1024\)"):
-        trainer().fit((X, LABEL))
+        trainer().fit("images.npy")
     with pytest.raises(ConfigError, match="DataLoader"):
         trainer().fit(TensorDataset(X, LABEL))
 
