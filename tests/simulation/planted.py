@@ -176,9 +176,9 @@ _plant("parts are summed in the order of arrival", group_class=SumsInOrderOfArri
 
 
 class FormsWithoutOne(Views):
-    def _missing(self) -> list[int]:
-        missing = super()._missing()
-        return [] if self.view and len(missing) == 1 and len(self._waiting) > 1 else missing
+    def _is_complete(self) -> bool:
+        missing = self._missing()
+        return not missing or (bool(self.view) and len(missing) == 1 and len(self._waiting) > 1)
 
     def _form(self) -> list[views.Action]:
         for rank in range(self._membership.num_workers):

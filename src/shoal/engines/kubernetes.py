@@ -183,7 +183,7 @@ def _job(job: KubernetesJob, role: str, count: int) -> dict[str, Any]:
     labels = {**_labels(job), "app.kubernetes.io/component": role}
     # Only a volume has what a coordinator left; without one another would begin anew, without a word.
     may_return = role != COORDINATOR or bool(job.volume)
-    rules = [
+    rules: list[dict[str, Any]] = [
         {
             "action": "Ignore" if may_return else "FailJob",  # an eviction is a death like any other
             "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],

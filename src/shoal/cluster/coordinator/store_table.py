@@ -147,10 +147,10 @@ class StoreTable:
             case StoreAsked(client, StoreGet() | StoreWait() as request, at):
                 self._num_waited += 1
                 waiter = self._waiting[client] = _StoreWaiter(self._num_waited, request, at)
-                woken = self._wake({client})
-                if not woken:
+                answers = self._wake({client})
+                if not answers:
                     heapq.heappush(self._deadlines, (waiter.deadline, waiter.number, client))
-                return woken
+                return answers
             case StoreAsked(client, request, _):
                 return [Answer(client, self._apply_once(request)), *self._wake_by(request)]
             case ViewClosed(view) if view <= self._closed_view:

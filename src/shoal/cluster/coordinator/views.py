@@ -175,9 +175,7 @@ class Views:
         self._waiting[rank] = entered
         since = self._waiting_since
         self._waiting_since = None if since is None or before else min(since, self._since_of(entered))
-        if len(self._waiting) < self._membership.num_workers:
-            return []  # all ranks are looked at only when the last one has come
-        return [] if self._missing() else self._form()
+        return self._form() if self._is_complete() else []
 
     def _why_not(self, entered: ViewEntered) -> str | None:
         rank, incarnation, left = entered.rank, entered.incarnation, entered.view_left
@@ -252,6 +250,10 @@ class Views:
         self._clear()
         self._move(ViewPhase.EXPIRED)
         return [ExpireWait(rank, self._operation, at - each.at, described) for rank, each in waiters]
+
+    def _is_complete(self) -> bool:
+        """Whether every rank waits here, in its newest incarnation. They are looked at only when there are enough."""
+        return len(self._waiting) == self._membership.num_workers and not self._missing()
 
     def _clear(self) -> None:
         self._waiting.clear()

@@ -64,6 +64,7 @@ def service_hosts(
         )
     address, port = parse_bind(bind) if bind is not None else (own_address(), DEFAULT_PORT)
     num_hosts = 1 + num_services + num_servers
+    wanted: dict[str, Any] = parse_resources(resources)
     return HostsConfig(
         on="join",
         num_hosts=num_hosts,
@@ -73,7 +74,7 @@ def service_hosts(
         servers=(*(0,) * (1 + num_services), *(1,) * num_servers),
         bind=address,
         port=port,
-        **parse_resources(resources),
+        **wanted,
         **options,
     )
 
