@@ -17,6 +17,7 @@
     │   ├── EmptyDataset
     │   ├── BatchTooSmall
     │   ├── BadSample              one sample, by file, row and column
+    │   │   └── NoRecord           an offset of a stream without a record
     │   ├── TooManySkipped
     │   ├── NoFiles
     │   ├── FileLost               it is gone, changed or cannot be read
@@ -30,6 +31,9 @@
     │   ├── DatabaseLost           it closed the connection, and did not come back
     │   ├── QueryRefused
     │   ├── TableChanged
+    │   ├── StreamUnreachable
+    │   ├── StreamRewound
+    │   ├── StreamEnded
     │   ├── MapReduceFailed        in a process of workers=
     │   ├── TaskKeepsDying
     │   ├── MapReduceStalled

@@ -7,7 +7,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from engine_jobs import TRAINING, EngineJob, command_lines, differences, trained_in_rounds
 
 from shoal.cluster.hosts.engine_hosts import own_address
+from waiting import wait_until
 
 KEY = "a-key-for-tests-0123456789"
 DRIVER = Path(__file__).parent / "ray_driver.py"
@@ -36,7 +36,12 @@ def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempP
         log,
         pytest.MonkeyPatch.context() as patch,
         # Whatever this machine's default is: this cluster asks for a token of its own, which its clients inherit.
-        _environment(patch, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32)),
+        _environment(
+            patch,
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN=secrets.token_hex(32),
+            RAY_raylet_start_wait_time_s="170",
+        ),
         subprocess.Popen(
             [*ray, "start", "--head", "--block", *options],
             stdout=log,
@@ -44,7 +49,7 @@ def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempP
             start_new_session=True,
         ) as head,
     ):
-        _wait_for(own_address(), int(port), head, Path(log.name))
+        _wait_for(head, Path(log.name))
         yield f"{own_address()}:{port}"
         head.terminate()
         try:
@@ -60,17 +65,10 @@ def _environment(patch: pytest.MonkeyPatch, **variables: str) -> Iterator[None]:
     yield
 
 
-def _wait_for(host: str, port: int, head: subprocess.Popen[bytes], log: Path) -> None:
-    """Until Ray listens: it takes seconds to start."""
-    deadline = time.monotonic() + 90.0
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=5.0).close()
-            return
-        except OSError:
-            assert head.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
+def _wait_for(head: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the node is there: its port listens seconds before that, on a busy machine a minute."""
+    wait_until(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None, 180.0)
+    assert "Ray runtime started" in log.read_text(), log.read_text()
 
 
 def test_a_killed_actor_is_replaced_and_the_bits_are_those_of_this_machine_alone(

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from shoal.data.formats import flight_client
 from shoal.data.formats.arrow import Fill, columns_of, decoded
-from shoal.data.formats.stream import Segment, Wish
+from shoal.data.formats.stream import RecordSegment, Wish
 from shoal.data.formats.table import Column, DecodedRows
 from shoal.data.formats.table_source import check_names, chosen
 from shoal.data.order import ENDLESS
@@ -83,7 +83,7 @@ class FlightLog:
             self._counts.append(said if said >= 0 else self._read(number, None).num_rows)
         return list(self._counts)
 
-    def open(self, first: Callable[[], Segment], types: str | None) -> tuple[Column, ...]:
+    def open(self, first: Callable[[], RecordSegment], types: str | None) -> tuple[Column, ...]:
         if not self._endpoints:
             self._located(first().partition)
         names = chosen(self._schema.names, self._wish.columns, self.place, needed=self._wish.label)
@@ -98,7 +98,7 @@ class FlightLog:
         """The server says them whenever it is asked."""
         return ""
 
-    def read(self, segment: Segment) -> DecodedRows:
+    def read(self, segment: RecordSegment) -> DecodedRows:
         self._located(segment.partition)
         number, begin, end = segment
         table = self._read(number, [column.name for column in self._columns])

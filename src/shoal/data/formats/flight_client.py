@@ -6,7 +6,7 @@ these start this file, which imports nothing of shoal, for each question.
 
 from __future__ import annotations
 
-import pickle
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -39,7 +39,10 @@ def ask(what: str, address: str, of: bytes, options: Mapping[str, Any]) -> Any:
 
 def ask_apart(what: str, address: str, of: bytes, options: Mapping[str, Any]) -> bytes:
     """The same as bytes, from an interpreter that is no fork."""
-    asked = pickle.dumps((what, address, of, dict(options)))
+    try:
+        asked = json.dumps([what, address, of.hex(), dict(options)]).encode()
+    except TypeError as error:
+        raise OSError(f"options= of a reader process must be fit for JSON: {error}") from None
     done = subprocess.run([sys.executable, "-P", __file__], input=asked, capture_output=True, check=False)
     if done.returncode == 0:
         return done.stdout
@@ -54,7 +57,8 @@ def _short(error: BaseException) -> str:
 
 def _answer() -> int:
     try:
-        found = ask(*pickle.load(sys.stdin.buffer))
+        what, address, of, options = json.load(sys.stdin)
+        found = ask(what, address, bytes.fromhex(of), options)
     except OSError as error:
         print(error, file=sys.stderr)
         return _TRY_AGAIN if isinstance(error, ConnectionError) else 1

@@ -19,7 +19,7 @@ import pyarrow as pa
 from shoal.data.arguments import by_name
 from shoal.data.formats.arrow import Fill, columns_of, decoded
 from shoal.data.formats.lines import TextPlace
-from shoal.data.formats.stream import Segment, Wish
+from shoal.data.formats.stream import RecordSegment, Wish
 from shoal.data.formats.table import Column, DecodedRows
 from shoal.data.formats.table_source import check_names, chosen
 from shoal.data.formats.text import JsonDecoder
@@ -94,7 +94,7 @@ class KafkaLog:
     def ends(self, known: Sequence[int]) -> list[int]:
         return [end for _, end in self._limits()]
 
-    def open(self, first: Callable[[], Segment], types: str | None) -> tuple[Column, ...]:
+    def open(self, first: Callable[[], RecordSegment], types: str | None) -> tuple[Column, ...]:
         wish = self._wish
         if wish.format == "bytes":
             names = chosen(_RAW.names, wish.columns, self.place, needed=wish.label)
@@ -122,7 +122,7 @@ class KafkaLog:
             return ""
         return base64.b64encode(self._decoder.schema.serialize()).decode()
 
-    def read(self, segment: Segment) -> DecodedRows:
+    def read(self, segment: RecordSegment) -> DecodedRows:
         records = self._fetch(segment)
 
         def address(row: int) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class KafkaLog:
 
     # ---- the broker ----
 
-    def _fetch(self, segment: Segment) -> list[Any]:
+    def _fetch(self, segment: RecordSegment) -> list[Any]:
         """The messages of a segment by offset; None at an offset that has none."""
         kafka, (partition, begin, end) = self._kafka, segment
         records: list[Any] = [None] * (end - begin)
@@ -179,7 +179,7 @@ class KafkaLog:
             self._next = (partition, at) if at == end else None
         return records
 
-    def _check(self, segment: Segment) -> None:
+    def _check(self, segment: RecordSegment) -> None:
         """Refuse a segment that the partition does not hold any more."""
         first, end = self._limits_of(segment.partition)
         if not first <= segment.begin <= segment.end <= end:
@@ -266,7 +266,7 @@ def _text(records: Sequence[Any]) -> bytes:
     )
 
 
-def _raw(records: Sequence[Any], segment: Segment) -> pa.Table:
+def _raw(records: Sequence[Any], segment: RecordSegment) -> pa.Table:
     def values(of: Any, default: Any) -> list[Any]:
         return [default if record is None else of(record) or default for record in records]
 

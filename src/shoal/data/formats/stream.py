@@ -39,7 +39,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _numbers = itertools.count()
 
 
-class Segment(NamedTuple):
+class RecordSegment(NamedTuple):
     """Records begin..end-1 of a partition."""
 
     partition: int
@@ -59,7 +59,7 @@ class Wish(NamedTuple):
     timeout_s: float
 
 
-class Log(Protocol):
+class RecordLog(Protocol):
     """Records by partition and offset. Reading one twice gives the same."""
 
     place: str
@@ -77,13 +77,13 @@ class Log(Protocol):
     def ends(self, known: Sequence[int]) -> list[int]:
         """The end of each partition as it is now, after those that were planned; there may be more partitions than before."""
 
-    def open(self, first: Callable[[], Segment], types: str | None) -> tuple[Column, ...]:
+    def open(self, first: Callable[[], RecordSegment], types: str | None) -> tuple[Column, ...]:
         """The columns: of the types that were found before, or of those that the first records have."""
 
     def types(self) -> str:
         """Types of the columns, for `open`: the first records may be gone when a run is resumed."""
 
-    def read(self, segment: Segment) -> DecodedRows:
+    def read(self, segment: RecordSegment) -> DecodedRows:
         """The rows of a segment: one for each offset, an offset without a record among the bad ones as a NoRecord."""
 
     def describe(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def open_stream(
     return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
 
 
-def _log_of(url: Any, wish: Wish) -> Log:
+def _log_of(url: Any, wish: Wish) -> RecordLog:
     scheme = urlsplit(url).scheme if isinstance(url, str) else ""
     if scheme == "kafka":
         from shoal.data.formats.kafka import KafkaLog
@@ -202,14 +202,14 @@ def _shared_file() -> Path:
     return folder / f"{number}.jsonl"
 
 
-def next_round(nexts: Sequence[int], ends: Sequence[int], size: int, most: int) -> list[Segment]:
+def next_round(nexts: Sequence[int], ends: Sequence[int], size: int, most: int) -> list[RecordSegment]:
     """Segments of the records that came since: one of at most `size` of each partition that has any, `most` in all."""
     found = []
     for partition, end in enumerate(ends):
         begin = nexts[partition]
         num_rows = min(end - begin, size, most)
         if num_rows > 0:
-            found.append(Segment(partition, begin, begin + num_rows))
+            found.append(RecordSegment(partition, begin, begin + num_rows))
             most -= num_rows
     return found
 
@@ -224,7 +224,7 @@ class SegmentPlan:
 
     def __init__(
         self,
-        log: Log,
+        log: RecordLog,
         start: str | Mapping[int, int],
         *,
         is_whole: bool,
@@ -288,7 +288,7 @@ class SegmentPlan:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def first(self) -> Segment:
+    def first(self) -> RecordSegment:
         """The first records, once there are some."""
         if not self.segments:
             self.extend_to(self.bounds[-1] + 1)
@@ -321,7 +321,7 @@ class SegmentPlan:
 
     def import_state(self, state: Mapping[str, Any]) -> None:
         """Go by the plan of a checkpoint, in another run directory too."""
-        base, rounds = state["base"], [Segment(*each) for each in state["rounds"]]
+        base, rounds = state["base"], [RecordSegment(*each) for each in state["rounds"]]
         if self.is_whole:
             if (state["begins"], state["ends"]) != (self.begins, self.ends):
                 raise CheckpointError(
@@ -380,12 +380,12 @@ class SegmentPlan:
             self._head, self.types = said, None
             self.begins, self.ends = list(said["begins"]), list(said["ends"] or ())
             self._nexts = list(self.begins)
-            self.segments: list[Segment] = []
+            self.segments: list[RecordSegment] = []
             self.bounds: list[int] = [said["base"]]
         else:
-            self._append([Segment(*each) for each in said])
+            self._append([RecordSegment(*each) for each in said])
 
-    def _append(self, segments: Sequence[Segment]) -> None:
+    def _append(self, segments: Sequence[RecordSegment]) -> None:
         for segment in segments:
             self._nexts += [0] * (segment.partition + 1 - len(self._nexts))  # partitions may be added
             self._nexts[segment.partition] = segment.end
@@ -404,7 +404,7 @@ class SegmentPlan:
 class StreamTable:
     """The records of a stream that were there when it was opened."""
 
-    def __init__(self, log: Log, plan: SegmentPlan) -> None:
+    def __init__(self, log: RecordLog, plan: SegmentPlan) -> None:
         self._log, self.plan = log, plan
         if plan.is_whole and not plan.segments:
             raise EmptyDataset(what=f"from_stream ({log.place}, until='now')")
@@ -426,7 +426,7 @@ class StreamTable:
         begins = {} if plan.is_endless else {"begins": plan.begins}
         return {**self._log.describe(), **begins, **ends}
 
-    def _block(self, segment: Segment) -> TableBlock:
+    def _block(self, segment: RecordSegment) -> TableBlock:
         num_rows = segment.end - segment.begin
         where = f"{self._log.place}, partition {segment.partition}"
         return TableBlock(num_rows, num_rows * self._log.row_bytes, where, segment.begin)

@@ -13,7 +13,7 @@ import pytest
 
 from flight_server import FlightProcess, add_endpoint
 from shoal import Dataset
-from shoal.data.formats.stream import GrowingStreamTable, Segment, SegmentPlan, next_round
+from shoal.data.formats.stream import GrowingStreamTable, RecordSegment, SegmentPlan, next_round
 from shoal.data.formats.table import Column, DecodedRows
 from shoal.data.formats.table_source import TableSource
 from shoal.data.order import ENDLESS
@@ -42,14 +42,14 @@ class ListLog:
     def ends(self, known: Sequence[int]) -> list[int]:
         return list(self.now)
 
-    def open(self, first: Callable[[], Segment], types: str | None) -> tuple[Column, ...]:
+    def open(self, first: Callable[[], RecordSegment], types: str | None) -> tuple[Column, ...]:
         first()
         return (Column("x", np.dtype(np.int64)),)
 
     def types(self) -> str:
         return "int64"
 
-    def read(self, segment: Segment) -> DecodedRows:
+    def read(self, segment: RecordSegment) -> DecodedRows:
         offsets = range(segment.begin, segment.end)
         bad = {
             row: NoRecord(where="list://", reason="nothing")
@@ -70,8 +70,8 @@ def plan_of(log: ListLog, file: Path, **options: Any) -> SegmentPlan:
 
 
 def test_segments_are_dealt_round_the_partitions_and_a_silent_one_holds_nobody_up() -> None:
-    assert next_round([0, 5, 2], [9, 5, 4], 4, 100) == [Segment(0, 0, 4), Segment(2, 2, 4)]
-    assert next_round([4, 5, 4], [9, 5, 4], 4, 3) == [Segment(0, 4, 7)]
+    assert next_round([0, 5, 2], [9, 5, 4], 4, 100) == [RecordSegment(0, 0, 4), RecordSegment(2, 2, 4)]
+    assert next_round([4, 5, 4], [9, 5, 4], 4, 3) == [RecordSegment(0, 4, 7)]
 
 
 def test_workers_go_by_one_plan_whoever_needs_more_of_it_first(tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_workers_go_by_one_plan_whoever_needs_more_of_it_first(tmp_path: Path) -
     other.extend_to(10)
     one.extend_to(10)
     assert one.segments == other.segments
-    assert one.segments[:3] == [Segment(0, 0, 4), Segment(1, 0, 2), Segment(0, 4, 6)]
+    assert one.segments[:3] == [RecordSegment(0, 0, 4), RecordSegment(1, 0, 2), RecordSegment(0, 4, 6)]
     log.now = [6, 10, 5]  # a partition more
     one.extend_to(20)
-    assert Segment(2, 0, 4) in one.segments
+    assert RecordSegment(2, 0, 4) in one.segments
     with pytest.raises(
         StreamEnded,
         match=r"has given 21 records and none more for 0.2 s \(offsets by partition: 0: 6, 1: 10, 2: 5\)",
@@ -103,7 +103,7 @@ def test_half_a_line_of_a_worker_that_died_is_cut_off(tmp_path: Path) -> None:
         file.write(b"[[0, 4")
     after = plan_of(log, tmp_path / "plan")
     after.extend_to(8)
-    assert after.segments == [Segment(0, 0, 4), Segment(0, 4, 8)]
+    assert after.segments == [RecordSegment(0, 0, 4), RecordSegment(0, 4, 8)]
     assert [json.loads(line) for line in (tmp_path / "plan").read_text().splitlines()][1:] == [
         [[0, 0, 4]],
         [[0, 4, 8]],
@@ -131,7 +131,7 @@ def test_a_checkpoint_takes_the_plan_to_another_run_directory(tmp_path: Path) ->
     after.extend_to(14)
     beside.extend_to(14)
     assert after.segments == beside.segments
-    assert after.segments[:3] == [Segment(0, 4, 6), Segment(1, 4, 6), Segment(0, 6, 10)]
+    assert after.segments[:3] == [RecordSegment(0, 4, 6), RecordSegment(1, 4, 6), RecordSegment(0, 6, 10)]
     whole = plan_of(log, tmp_path / "whole", is_whole=True)
     with pytest.raises(CheckpointError, match=r"until='now' is \[0, 0\] to \[20, 30\] today"):
         whole.import_state({**saved, "ends": [6, 6]})
