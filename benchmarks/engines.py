@@ -296,4 +296,4 @@ def main(quick: bool = False) -> None:
                 report.add(
                     engine, values, model=model, strategy="ddp", workers=WORKERS, hosts=1, seconds=seconds
                 )
-            report.save()
+                report.save()
