@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from invoking import Shoal
 
-from shoal.cli.plan import _latency, _rate, auto
+from shoal.cli.plan import CLEARLY, _Asked, _latency, _Planner, _rate, auto
 from shoal.errors import ConfigError
+from shoal.observe.planner.cost_model import ClusterShape, PlanCandidate, Prediction
+from shoal.observe.planner.measuring import ScriptRuns
 from shoal.observe.planner.plan_file import VERSION, digest, read_plan
 
 
@@ -163,3 +165,26 @@ def test_auto_says_what_it_takes_and_measures_nothing_twice(script: Path, tmp_pa
     assert auto(str(script), [], module=False, workers=1, run_dir=tmp_path)[0] == {"strategy": "single"}
     with pytest.raises(ConfigError, match="there is no script"):
         auto(str(tmp_path / "nowhere.py"), [], module=False, workers=2, run_dir=tmp_path)
+
+
+@pytest.mark.parametrize(("fsdp_s", "chosen"), [(0.9, "ddp"), (0.8, "fsdp")])
+def test_auto_leaves_ddp_which_it_measured_only_for_what_is_clearly_quicker(
+    tmp_path: Path, fsdp_s: float, chosen: str
+) -> None:
+    runs = ScriptRuns(script="train.py", args=(), folder=tmp_path, seconds=1.0, say=print)
+    asked = _Asked(hosts=1, per_host=2, cores=2, cores_here=2, speed=1.0)
+    planner = _Planner(
+        runs=runs, cluster=ClusterShape(per_host=2), asked=asked, objective="time", inexact=False
+    )
+    planner.predictions = [
+        Prediction(
+            candidate=PlanCandidate(workers=2, strategy=strategy),
+            batch=8,
+            hosts=1,
+            terms={"compute": took_s},
+            memory_bytes=0,
+        )
+        for strategy, took_s in (("ddp", 1.0), ("fsdp", fsdp_s))
+    ]
+    planner.prefer("ddp", unless=CLEARLY)
+    assert planner.chosen.candidate.strategy == chosen

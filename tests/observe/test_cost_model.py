@@ -215,7 +215,18 @@ def test_the_number_of_workers_that_pay_and_why_not_more() -> None:
 def test_the_reason_names_the_nearest_other_way() -> None:
     cluster = ClusterShape(per_host=4, cores=4, exchanges=LINKS)
     found, _ = sift(enumerate_candidates(cluster, counts=[4]), WORKLOAD, cluster)
-    chosen = next(each for each in found if each.candidate.strategy == "ddp" and each.candidate.is_exact)
-    said = why(chosen, found, WORKLOAD)
-    assert said.startswith("ddp fits this model: 1.05 MB of gradients cost")
+    exact = [each for each in found if each.candidate.is_exact]
+    said = why(exact[0], exact, WORKLOAD)
+    assert said.startswith(f"{exact[0].candidate.family} fits this model: ")
     assert "the nearest other way" in said
+    ddp = next(each for each in exact if each.candidate.strategy == "ddp")
+    said = why(ddp, exact, WORKLOAD)
+    assert said.startswith("ddp fits this model: 1.05 MB of gradients cost")
+    assert f"{exact[0].candidate.name} is predicted at" in said
+
+
+def test_a_measured_step_keeps_the_proportions_of_its_terms() -> None:
+    found = predict(PlanCandidate(workers=2, strategy="ddp"), WORKLOAD, ClusterShape(per_host=2))
+    measured = found.corrected(2 * found.step_s)
+    assert measured.step_s == pytest.approx(2 * found.step_s)
+    assert measured.terms["compute"] == pytest.approx(2 * found.terms["compute"])

@@ -42,6 +42,9 @@ EXAMPLES = (
 
 TRY, SECONDS, LINK_SECONDS = 3, 4.0, 2.9
 AUTO_SECONDS = 2.0
+CLEARLY = 0.85
+"""Of the time of ddp, which auto measures: it takes another strategy where less was predicted. More is within a prediction's error."""
+
 SHOWN = 12
 MAX_CALIBRATED = 8
 """Workers of the calibration, where this machine has cores for so many."""
@@ -360,6 +363,7 @@ class _Planner:
         self.trials: list[tuple[Prediction, float]] = []
         """Predicted for this machine, and measured."""
 
+        self._preferred: Prediction | None = None
         self.calibrated: tuple[MeasuredRun, MeasuredRun, MeasuredRun | None]
         self.workload: Workload
         self.predictions: list[Prediction]
@@ -443,9 +447,19 @@ class _Planner:
                 f"nothing that may be chosen can run; the last of them, {failed.candidate.name}, failed: {reason}. No plan was written."
             )
 
+    def prefer(self, strategy: str, *, unless: float) -> None:
+        """Take a strategy that was measured, unless another is predicted to need less than this share of its time."""
+        able = self.allowed()
+        for each in able:
+            if each.candidate.strategy == strategy and able[0].step_s > unless * each.step_s:
+                self._preferred = each
+                return
+
     @property
     def chosen(self) -> Prediction:
         """The best of those that were run, by what was measured; else of all, by what was predicted."""
+        if self._preferred is not None:
+            return self._preferred
         able = self.allowed()
         if not (self.asked.is_here and self.trials):
             return able[0]
@@ -685,6 +699,7 @@ def auto(
     )
     planner.measure(0.0)
     planner.predict(counts=[workers], plain=True)
+    planner.prefer("ddp", unless=CLEARLY)
     c = planner.chosen.candidate
     options: dict[str, Any] = {"strategy": c.strategy, "schedule": c.schedule}
     if c.servers:

@@ -809,6 +809,8 @@ def why(chosen: Prediction, predictions: Sequence[Prediction], workload: Workloa
     if not others:
         return f"{c.family} fits this model: {fact}; nothing else can run on {c.workers} workers."
     nearest = min(others, key=lambda each: each.step_s)
+    if nearest.step_s < chosen.step_s:
+        return f"{c.family} fits this model: {fact}; {nearest.candidate.name} is predicted at {_ms(nearest.step_s)}, and was not run."
     term = max(TERMS, key=lambda each: nearest.terms[each] - terms[each])
     return (
         f"{c.family} fits this model: {fact}; the nearest other way, {nearest.candidate.name}, would take {_ms(nearest.step_s)}, "
