@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from shoal.data import Dataset as Dataset
     from shoal.errors import ShoalError as ShoalError
     from shoal.parallel.gathering import gather as gather
-    from shoal.train.custom import clip_grad_norm_ as clip_grad_norm_
-    from shoal.train.custom import log as log
-    from shoal.train.custom import mean as mean
-    from shoal.train.custom import reduce as reduce
-    from shoal.train.custom import setup as setup
-    from shoal.train.custom import should_stop as should_stop
-    from shoal.train.custom import sum_gradients as sum_gradients
-    from shoal.train.custom_checkpoint import checkpoint as checkpoint
-    from shoal.train.custom_checkpoint import resume as resume
+    from shoal.train.custom.checkpoint import checkpoint as checkpoint
+    from shoal.train.custom.checkpoint import resume as resume
+    from shoal.train.custom.loop import clip_grad_norm_ as clip_grad_norm_
+    from shoal.train.custom.loop import log as log
+    from shoal.train.custom.loop import mean as mean
+    from shoal.train.custom.loop import reduce as reduce
+    from shoal.train.custom.loop import setup as setup
+    from shoal.train.custom.loop import should_stop as should_stop
+    from shoal.train.custom.loop import sum_gradients as sum_gradients
     from shoal.train.progress import History as History
     from shoal.train.trainer import Trainer as Trainer
 
@@ -53,28 +53,28 @@ _HOMES = {
     "ShoalError": "shoal.errors",
     "Trainer": "shoal.train.trainer",
     "callbacks": "shoal.callbacks",
-    "checkpoint": "shoal.train.custom_checkpoint",
-    "clip_grad_norm_": "shoal.train.custom",
+    "checkpoint": "shoal.train.custom.checkpoint",
+    "clip_grad_norm_": "shoal.train.custom.loop",
     "collectives": "shoal.collectives",
     "data": "shoal.data",
     "estimator": "shoal.estimator",
     "features": "shoal.features",
     "gather": "shoal.parallel.gathering",
     "keras": "shoal.keras",
-    "log": "shoal.train.custom",
-    "mean": "shoal.train.custom",
+    "log": "shoal.train.custom.loop",
+    "mean": "shoal.train.custom.loop",
     "memory": "shoal.memory",
     "nn": "shoal.nn",
     "num_workers": "shoal.config.own_rank",
     "ps": "shoal.ps",
     "rank": "shoal.config.own_rank",
-    "reduce": "shoal.train.custom",
-    "resume": "shoal.train.custom_checkpoint",
+    "reduce": "shoal.train.custom.loop",
+    "resume": "shoal.train.custom.checkpoint",
     "run": "shoal.cluster.launch.api",
-    "setup": "shoal.train.custom",
-    "should_stop": "shoal.train.custom",
+    "setup": "shoal.train.custom.loop",
+    "should_stop": "shoal.train.custom.loop",
     "spark": "shoal.spark",
-    "sum_gradients": "shoal.train.custom",
+    "sum_gradients": "shoal.train.custom.loop",
 }
 
 __all__ = list(_HOMES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.config import job
-from shoal.train import custom
+from shoal.train.custom import loop as custom
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shoal.train import loop_shape
+from shoal.train.custom import loop_shape
 
 
 def data(left: list[bool]) -> Iterator[int]:

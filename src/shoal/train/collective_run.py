@@ -9,7 +9,7 @@ from shoal.collectives.reducer import Reducer, ViaGather
 from shoal.config import job as jobs
 from shoal.recovery.elastic_group import ElasticGroup
 from shoal.recovery.rendezvous import CollectiveTimeout
-from shoal.train.custom import present_moment
+from shoal.train.custom.loop import present_moment
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from shoal.train.progress import Position
 
 if TYPE_CHECKING:
     from shoal.data.slice import Slice
-    from shoal.train.custom import TakenBatch, WorkerData
+    from shoal.train.custom.loop import TakenBatch, WorkerData
     from shoal.train.trainer import Trainer
 
 REPORT_EVERY_S = 5.0

@@ -52,7 +52,7 @@ PRELOAD = (
     "shoal.callbacks",
     "shoal.parallel.ddp",
     "shoal.train.trainer",
-    "shoal.train.custom",
+    "shoal.train.custom.loop",
 )
 """What the warm parent imports before it forks: whatever costs a worker time at its first step."""
 

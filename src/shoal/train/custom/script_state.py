@@ -35,8 +35,8 @@ from shoal.config import job as jobs
 from shoal.errors import ClusterError
 from shoal.recovery.replay_log import ReplayLog
 from shoal.runtime.serialization import from_plain, to_plain
-from shoal.train import loop_shape
-from shoal.train.loop_shape import CannotEnter, RangeLoop, Shape, is_library
+from shoal.train.custom import loop_shape
+from shoal.train.custom.loop_shape import CannotEnter, RangeLoop, Shape, is_library
 
 Noted: TypeAlias = Any
 """Scalars as they are; anything else as {"is": kind, "of": contents}."""

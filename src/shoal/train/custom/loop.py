@@ -58,7 +58,6 @@ from shoal.runtime import events, recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
 from shoal.runtime.user_frames import calling_line
-from shoal.train import loop_shape
 from shoal.train.calls import (
     Call,
     asked_to_leave,
@@ -69,16 +68,17 @@ from shoal.train.calls import (
     next_number,
     refuse_hooks,
 )
-from shoal.train.custom_progress import LoopProgress
+from shoal.train.custom import loop_shape
+from shoal.train.custom.progress import LoopProgress
+from shoal.train.custom.script_state import DataPlace, Recovery
 from shoal.train.load_balance import refuse
 from shoal.train.profiling import PROFILER
 from shoal.train.progress import Position
 from shoal.train.reports import LedgerReport
-from shoal.train.script_state import DataPlace, Recovery
 from shoal.train.verification import Verification, fingerprint_at_end
 
 if TYPE_CHECKING:
-    from shoal.train.custom_leases import LeasedEpoch
+    from shoal.train.custom.leases import LeasedEpoch
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Model = TypeVar("Model", bound=nn.Module)
@@ -241,7 +241,7 @@ class WorkerData:
         )
 
     def _begin_leases(self, epoch: int) -> LeasedEpoch:
-        from shoal.train.custom_leases import LeasedEpoch
+        from shoal.train.custom.leases import LeasedEpoch
 
         return LeasedEpoch(
             self._loop.strategy,  # type: ignore[arg-type]  # leased ones are relaxed

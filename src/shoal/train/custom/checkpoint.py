@@ -35,7 +35,6 @@ from shoal.parallel.state import LazyTensors, expected_shapes, optimizer_setting
 from shoal.runtime import events
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.serialization import to_plain
-from shoal.train import custom, loop_shape
 from shoal.train.calls import Call, asked_to_leave, check_limit, signals_finish_the_step
 from shoal.train.checkpoint.checkpoint import (
     Checkpoint,
@@ -48,8 +47,10 @@ from shoal.train.checkpoint.checkpoint import (
     write_checkpoint,
 )
 from shoal.train.checkpoint.saving import load_scheduler, scheduler_state
-from shoal.train.custom import CustomLoop, counted, present_moment
-from shoal.train.script_state import note_generators, restore_generators
+from shoal.train.custom import loop as custom
+from shoal.train.custom import loop_shape
+from shoal.train.custom.loop import CustomLoop, counted, present_moment
+from shoal.train.custom.script_state import note_generators, restore_generators
 
 KEEP_LAST = 3
 """Checkpoints that stay; older ones are removed once a newer one is whole."""

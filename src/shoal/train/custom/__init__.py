@@ -1,0 +1,1 @@
+"""Training loops of the script's own: `shoal.setup`, its checkpoints, progress, leases, and how a replacement enters them."""
