@@ -6,6 +6,7 @@ server adds endpoints as data come, and never changes one that it has named.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +69,8 @@ class FlightLog:
         return begins
 
     def ends(self, known: Sequence[int]) -> list[int]:
-        self._counts += known[len(self._counts) :]
+        # An endpoint that was planned was planned whole; 0 is one that was not.
+        self._counts += itertools.takewhile(bool, known[len(self._counts) :])
         info = self._info()
         tickets = [endpoint.ticket.ticket for endpoint in info.endpoints]
         for number, endpoint in enumerate(self._endpoints):
