@@ -17,9 +17,11 @@ RUNS = {
     "ddp_before": TORCHRUN,
     "accelerate_before": ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"),
     "hf_trainer_before": TORCHRUN,
+    "keras_before": (),
     "lightning_before": (),
     "spark_before": (),
     "hf_trainer_after": ("-m", "shoal", "run", "-n", "2"),
+    "keras_after": ("-m", "shoal", "run", "-n", "2"),
     "spark_after": (),
 }
 

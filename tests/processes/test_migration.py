@@ -17,7 +17,7 @@ LEARNED: dict[str, Callable[[float], bool]] = {
     "loss": lambda value: value < 0.4,
 }
 
-WITH_OWN_ENGINE = {"hf_trainer", "spark"}  # in tests/engines
+WITH_OWN_ENGINE = {"hf_trainer", "keras", "spark"}  # in tests/engines
 
 
 def test_every_migrated_script_is_tried() -> None:
@@ -28,6 +28,7 @@ def test_every_migrated_script_is_tried() -> None:
 RUNS: list[tuple[str, dict[str, Any]]] = [
     ("accelerate", {}),
     ("ddp", {}),
+    ("estimator", {"servers": 2, "strategy": "ps"}),
     ("horovod", {}),
     ("lightning", {}),
     ("mxnet", {"servers": 2, "strategy": "ps:async"}),
