@@ -168,10 +168,9 @@ def plan(
     _refuse(asked, objective, price, bandwidth, latency, memory, device_memory, start=start)
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}. Nothing was started.")
-    if not output.parent.is_dir():
-        raise ConfigError(
-            f"{output} cannot be written: there is no folder {output.parent}. Nothing was started."
-        )
+    if output.is_dir() or not output.parent.is_dir():
+        reason = "it is a folder" if output.is_dir() else f"there is no folder {output.parent}"
+        raise ConfigError(f"{output} cannot be written: {reason}. Nothing was started.")
     shape = _shape(asked, price, bandwidth, latency, memory, device_memory)
     runs = _runs(script, args or (), run_dir, seconds)
     planner = _Planner(runs=runs, cluster=shape, asked=asked, objective=objective, inexact=inexact)
@@ -337,7 +336,12 @@ def _runs(
     from shoal.observe.planner.measuring import ScriptRuns
 
     folder = run_dir / f"{Path(script).stem}-plan"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--run-dir {run_dir} cannot be used: {error.strerror}. Nothing was started."
+        ) from None
     return ScriptRuns(
         script=script if module else str(Path(script).absolute()),
         args=tuple(args),
@@ -687,7 +691,7 @@ def auto(
         before = json.loads(kept.read_text()) if text else {}
     except (OSError, ValueError):
         before = {}
-    if isinstance(before, dict) and before.get("key") == key:
+    if isinstance(before, dict) and before.get("key") == key and {"options", "said"} <= before.keys():
         return dict(before["options"]), f"auto: {before['said']} (as measured before, {kept})"
     asked = _Asked(hosts=1, per_host=workers, cores=here, cores_here=here, speed=1.0)
     planner = _Planner(

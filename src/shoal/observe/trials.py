@@ -8,6 +8,7 @@ database it fills) fails here as it would by hand, and its last lines are shown.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,11 +20,17 @@ from typing import Any
 from shoal.errors import ClusterError
 from shoal.observe import record as records
 from shoal.observe import runs
+from shoal.runtime.forkserver.server import die_with_parent
 
 POLL_S = 0.2
 LAST_BYTES = 8 << 10
 END_S = 90.0
 """From SIGTERM to the end, in which it finishes its step and saves."""
+
+
+def _end_with_parent() -> None:
+    """However the process that measures ends, its run saves and leaves; it would train on for hours."""
+    die_with_parent(None, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +85,7 @@ class Trial:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
             try:
                 self._watch(process, path, seconds, min_steps, start_timeout_s, began)
