@@ -79,7 +79,12 @@ def submit(
     hosts: Annotated[
         int, typer.Option("--hosts", metavar="N", min=1, help="Hosts, the queue's own machine among them.")
     ] = 1,
-    priority: Annotated[int, typer.Option("--priority", metavar="N", help="The higher starts first.")] = 0,
+    priority: Annotated[
+        int,
+        typer.Option(
+            "--priority", metavar="N", min=-(1 << 31), max=(1 << 31) - 1, help="The higher starts first."
+        ),
+    ] = 0,
     user: Annotated[
         str | None,
         typer.Option("--user", metavar="NAME", help="Whose quota it counts for.", show_default="yours"),
@@ -92,7 +97,7 @@ def submit(
     from shoal.cluster.jobqueue.scheduler import Amount, JobRequest, Pool
 
     _, given = parse_words(words)
-    if taken := [name for name in (*RESERVED, "hosts") if name.replace("-", "_") in given]:
+    if taken := [name for name in (*RESERVED, "hosts", "on", "cluster") if name.replace("-", "_") in given]:
         raise ConfigError(
             f"--{taken[0]} stands behind --, and the queue names its runs, their folder and their hosts itself. Nothing was "
             "submitted; leave it out, and give `shoal jobs submit` --hosts N before --."
@@ -106,8 +111,17 @@ def submit(
         raise ConfigError(
             f"there is no script {script} in {Path.cwd()}. Nothing was submitted; check the path."
         )
-    workers = -(-int(given.get("workers") or 1) // hosts)
-    need = Amount(cores=cores or workers, gpus=gpus, memory=_size("--memory", memory))
+    if cores is None and ("config" in given or "plan" in given):
+        raise ConfigError(
+            "a file behind -- says how many workers there are, and the queue does not read it. Nothing was submitted; give the cores it "
+            "needs: --cores N."
+        )
+    said = str(given.get("workers") or 1)
+    if not said.isdecimal() or not int(said):
+        raise ConfigError(
+            f"-n {said} is no number of workers. Nothing was submitted; give one of at least 1."
+        )
+    need = Amount(cores=cores or -(-int(said) // hosts), gpus=gpus, memory=_size("--memory", memory))
     request = JobRequest(id=0, need=need, hosts=hosts, user=user or getpass.getuser(), priority=priority)
     there = Queue(queue)
     pool = there.pool or Pool(hosts={"": machine()})
@@ -168,9 +182,17 @@ def run(
 ) -> None:
     """Run the jobs of a queue as room comes free. Killed and started again, it finds what runs."""
     from shoal.cluster.jobqueue.queue import Queue
-    from shoal.cluster.jobqueue.runner import Runner, machine
+    from shoal.cluster.jobqueue.runner import Runner, free_port, machine
     from shoal.cluster.jobqueue.scheduler import Amount, Pool
 
+    if bind is not None:
+        try:
+            free_port(bind)
+        except OSError as error:
+            raise ConfigError(
+                f"--bind {bind} is no IPv4 address of this machine ({error.strerror}). Nothing was started; give the address alone, "
+                "each job gets a port of its own."
+            ) from None
     here = machine()
     own = Amount(
         cores=cores or here.cores,
@@ -230,7 +252,8 @@ def list_jobs(
 
 @app.command("cancel", cls=Verb, epilog=EXAMPLES["cancel"])
 def cancel(
-    id: Annotated[int, typer.Argument(metavar="ID", help="Number of the job.")], queue: QueueDir = QUEUE
+    id: Annotated[int, typer.Argument(metavar="ID", min=1, max=(1 << 63) - 1, help="Number of the job.")],
+    queue: QueueDir = QUEUE,
 ) -> None:
     """Take a waiting job out of the queue; have a running one save and leave."""
     from shoal.cluster.jobqueue.queue import JobState

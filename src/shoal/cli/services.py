@@ -168,7 +168,7 @@ def coordinator(
         strategy=strategy,
         servers=number_of_servers(str(servers)) if servers is not None else None,
         replicas=replicas,
-        name=name or Path(script).stem,
+        name=name or (script if module else Path(script).stem),
         again=again,
         run_dir=str(run_dir),
         seed=seed,
@@ -256,15 +256,18 @@ def _continued(path: Path, asked: LaunchConfig) -> LaunchConfig:
     from shoal.cluster.launch.api import resume_config
     from shoal.observe.runs import read_json
 
+    before = read_json(path / "config.json")
+    is_same = before.get("script") == str(Path(asked.script).absolute())
+    if asked.module:
+        is_same = before.get("module") == asked.module
+    if not is_same:
+        raise ConfigError(
+            f"{path} is a run of {before.get('module') or before.get('script')}, and not of {asked.script}. Nothing was started; give --name of another, or "
+            "--again, which keeps the former as NAME.1."
+        )
     if read_json(path / "summary.json").get("exit") == 0:
         typer.echo(f"shoal: {path} has finished; --again starts it anew", err=True)
         raise typer.Exit(0)
-    before = read_json(path / "config.json")
-    if before.get("script") != str(Path(asked.script).absolute()) and not asked.module:
-        raise ConfigError(
-            f"{path} is a run of {before.get('script')}, and not of {asked.script}. Nothing was started; give --name of another, or "
-            "--again, which keeps the former as NAME.1."
-        )
     typer.echo(
         f"shoal: {path} is gone on with; options beside -n, --strategy and --servers are its own", err=True
     )

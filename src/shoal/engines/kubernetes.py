@@ -157,7 +157,7 @@ def render(job: KubernetesJob) -> list[dict[str, Any]]:
 
 def render_trainjob(job: KubernetesJob) -> dict[str, Any]:
     """Kubeflow's TrainJob: torchrun of its runtime starts `shoal run --on torchrun` on every node."""
-    run = ["shoal", "run", "--on", "torchrun", "--name", job.name, job.script, *job.args]
+    run = ["shoal", "run", "--on", "torchrun", "--name", job.name, *_literal(job)]
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -220,7 +220,7 @@ def _container(job: KubernetesJob, role: str) -> dict[str, Any]:
         command += ["--worker-services", str(job.num_hosts)]
         command += ["--strategy", job.strategy] if job.strategy else []
         command += ["--servers", str(job.num_servers)] if job.num_servers else []
-        command += [job.script, *job.args]
+        command += _literal(job)
     else:
         command += ["--join", f"shoal://{job.name}-{COORDINATOR}-0-0.{job.name}:{DEFAULT_PORT}"]
     resources = {COORDINATOR: COORDINATOR_RESOURCES, WORKER: job.resources, SERVER: job.server_resources}
@@ -297,3 +297,8 @@ def _is_deep(value: Any) -> bool:
 
 def _scalar(value: Any) -> str:
     return json.dumps(value) + "\n"
+
+
+def _literal(job: KubernetesJob) -> list[str]:
+    """Script and arguments as they are: Kubernetes puts variables in the place of $(NAME), the join key among them."""
+    return [word.replace("$", "$$") for word in (job.script, *job.args)]

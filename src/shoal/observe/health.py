@@ -50,7 +50,7 @@ def parse(said: str) -> tuple[str, int]:
                 f"there are {known}."
             ) from None
         return there.get(where, LOOPBACK), int(port)
-    if address.is_unspecified:
+    if (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
         raise ConfigError(
             f"--health {said} is every address of this machine, and its answers are for whoever asks. Nothing was started; name "
             "loopback, an address or an interface."
@@ -99,7 +99,11 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except BaseException:
+                self._free.release()  # no thread could be started, which would release it
+                raise
         else:
             self.shutdown_request(request)
 

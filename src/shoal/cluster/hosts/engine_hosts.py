@@ -60,7 +60,7 @@ def service_hosts(
     if not 1 <= num_services <= num_workers:
         raise ConfigError(
             f"{num_workers} worker{'s' if num_workers > 1 else ''} cannot be in {num_services} services: each needs one. Nothing was "
-            f"started; give -n {max(1, num_services)} or more, or a smaller --hosts."
+            f"started; give -n {max(1, num_services)} or more, or fewer --worker-services."
         )
     address, port = parse_bind(bind) if bind is not None else (own_address(), DEFAULT_PORT)
     num_hosts = 1 + num_services + num_servers

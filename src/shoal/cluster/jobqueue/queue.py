@@ -152,6 +152,8 @@ class Queue:
             fd = os.open(self.folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except PermissionError:  # another user's, of whom nothing more can be asked
+            return True
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:

@@ -100,11 +100,24 @@ class Runner:
         deadline = time.monotonic() + START_TIMEOUT_S
         for job in self._queue.jobs(JobState.RUNNING):
             self._known.add(job.id)
-            self._scheduler.handle(Found(job.request, tuple(job.placed["hosts"])))
+            # The first of its hosts is this machine, whatever address the last runner gave it.
+            hosts = (next(iter(self._pool.hosts)), *job.placed["hosts"][1:])
+            self._scheduler.handle(Found(job.request, hosts))
             while job.pid is None and not self._is_alive(job) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-            if self._is_alive(job):
+            if job.pid is None and (pid := self._pid_of(job)) is not None:
+                self._queue.update(job.id, pid=pid, born=_born(pid))
+            if self._is_alive(self._queue.job(job.id)):
                 self._say(f"job {job.id} runs: found again")
+
+    def _pid_of(self, job: QueueEntry) -> int | None:
+        """Process of a job whose runner was killed before it wrote the number down."""
+        for process in psutil.process_iter(["pid", "cmdline"]):
+            words = process.info["cmdline"] or []
+            is_new = job.run in words and str(self._queue.runs) in words
+            if "shoal" in words and (is_new or str(self._queue.runs / job.run) in words):
+                return int(process.info["pid"])
+        return None
 
     def _look(self) -> None:
         for job in self._queue.jobs(JobState.RUNNING):
@@ -157,24 +170,11 @@ class Runner:
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if _gpus():
             env["CUDA_VISIBLE_DEVICES"] = ",".join(job.placed["gpus"])
-        words = ["resume", str(self._queue.runs / job.run)]
-        if not resume:
-            words = ["run", "--name", job.run, "--run-dir", str(self._queue.runs), "--again"]
-        if len(job.placed["hosts"]) > 1:
-            words += [
-                "--hosts",
-                ",".join(job.placed["hosts"]),
-                "--bind",
-                f"{self._bind}:{_free_port(self._bind)}",
-            ]
-            words += ["--ssh", self._ssh] if self._ssh else []
-        if not resume:
-            words += job.words
         cores = job.placed["cores"]
         log = os.open(self._queue.logs / f"{job.id}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             child = subprocess.Popen(
-                [sys.executable, "-m", "shoal", *words],
+                [sys.executable, "-m", "shoal", *self._words(job, resume=resume)],
                 cwd=job.cwd,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -183,7 +183,7 @@ class Runner:
                 start_new_session=True,
                 preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
             )
-        except OSError as error:  # its folder is gone
+        except (OSError, subprocess.SubprocessError) as error:  # its folder is gone, or its cores are
             self._finish(job, JobState.FAILED, None, f"its process could not be started: {error}")
             return
         finally:
@@ -191,6 +191,17 @@ class Runner:
         self._children[job.id] = child
         self._queue.update(job.id, pid=child.pid, born=_born(child.pid), reason="")
         self._say(f"job {job.id} {'goes on' if resume else 'started'}: {' '.join(job.words)}")
+
+    def _words(self, job: QueueEntry, *, resume: bool) -> list[str]:
+        """Command line of a job, after `shoal`."""
+        words = ["resume", str(self._queue.runs / job.run)]
+        if not resume:
+            words = ["run", "--name", job.run, "--run-dir", str(self._queue.runs), "--again"]
+        if len(job.placed["hosts"]) > 1:
+            bind = f"{self._bind}:{free_port(self._bind)}"
+            words += ["--hosts", ",".join(job.placed["hosts"]), "--bind", bind]
+            words += ["--ssh", self._ssh] if self._ssh else []
+        return words if resume else [*words, *job.words]
 
     def _is_alive(self, job: QueueEntry) -> bool:
         child = self._children.get(job.id)
@@ -264,7 +275,8 @@ def _born(pid: int) -> float | None:
         return None
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str) -> int:
+    """A port of this address that nobody has now; OSError where it is none of this machine's."""
     with socket.socket() as sock:
         sock.bind((address, 0))
         return int(sock.getsockname()[1])

@@ -337,7 +337,8 @@ class Listener:
         for number in list(self._peers):
             self.close_peer(number)
         self._movers.shutdown()
-        for peer in self._returned:
+        while self._returned:  # connections' threads may add to it until they are joined
+            peer = self._returned.popleft()
             if peer.has_moved:
                 peer.has_moved = False
                 self._let_go(peer)

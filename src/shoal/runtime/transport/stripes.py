@@ -116,7 +116,8 @@ class Stripes:
         self._end(None)
         for connection in self._connections:
             connection.join()
-        self._connections = []
+        # Of the peer that has this: a cycle would keep its descriptors until the collector comes.
+        self._connections, self._on_sent = [], None
 
     # ---- called by threads of the connections --------------------------------------------------------
 
