@@ -272,7 +272,7 @@ def test_a_flight_is_a_table_now_and_goes_on_behind_a_position(flight: FlightPro
     now = Dataset.from_stream(flight.url, label="y", until="now")
     assert len(now) == 30
     assert sorted(numbers(now.shuffle(seed=0))) == list(range(30))
-    some = Dataset.from_stream(flight.url, label="y", records=25)
+    some = Dataset.from_stream(flight.url, label="y", records=25, timeout_s=float("inf"))
     doubled = some.map(lambda sample: (2 * sample[0]["x"], sample[1]), workers=1).batch(10)
     assert [batch[0].tolist() for batch in doubled][2] == list(range(40, 50, 2))  # read in a fork
     endless = Dataset.from_stream(flight.url, label="y", timeout_s=0.5).batch(8)

@@ -24,6 +24,7 @@ from shoal.data.order import ENDLESS
 from shoal.errors import ConfigError, StreamRewound, StreamUnreachable
 
 _LEAST_S = 2.0  # for a connection and an answer, however short timeout_s is
+_MOST_S = 1e6  # timeout_s may be infinite, and a deadline may not
 _SAME_SERVER = b"arrow-flight-reuse-connection:"
 
 
@@ -147,7 +148,7 @@ class FlightLog:
         ask = flight_client.ask if self._owner == os.getpid() else flight_client.ask_apart
         while True:
             try:
-                left_s = max(self._wish.timeout_s - waited_s, _LEAST_S)
+                left_s = min(max(self._wish.timeout_s - waited_s, _LEAST_S), _MOST_S)
                 return ask(what, address, of, self._wish.options, left_s)
             except ConnectionError as error:
                 waited_s = time.monotonic() - since
