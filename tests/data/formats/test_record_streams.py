@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.flight
 import pytest
 
 from flight_server import FlightProcess, add_endpoint
 from shoal import Dataset
-from shoal.data.formats.stream import GrowingStreamTable, RecordSegment, SegmentPlan, next_round
+from shoal.data.formats import flight_client
+from shoal.data.formats.kafka import KafkaLog
+from shoal.data.formats.stream import GrowingStreamTable, RecordSegment, SegmentPlan, Wish, next_round
 from shoal.data.formats.table import Column, DecodedRows
 from shoal.data.formats.table_source import TableSource
 from shoal.data.order import ENDLESS
@@ -137,6 +143,108 @@ def test_a_checkpoint_takes_the_plan_to_another_run_directory(tmp_path: Path) ->
         whole.import_state({**saved, "ends": [6, 6]})
 
 
+def test_a_plan_that_has_grown_since_the_checkpoint_is_kept(tmp_path: Path) -> None:
+    log, file = ListLog(4, 4), tmp_path / "plan"
+    ahead = plan_of(log, file)
+    ahead.extend_to(8)
+    saved = ahead.export_state(8)
+    assert saved["rounds"] == []
+    log.now = [5, 4, 2]  # a partition more, too
+    ahead.extend_to(11)
+    written = file.read_bytes()
+    log.now = [7, 6, 2]
+    replacement = plan_of(log, file)
+    replacement.import_state(saved)
+    assert file.read_bytes() == written
+    assert replacement.segments == ahead.segments
+    replacement.import_state({**saved, "begins": [4, 3]})  # another one that stands at the same position
+    assert replacement.begins == [4, 3]
+
+
+def test_a_checkpoint_with_the_same_head_is_noticed_by_all_and_never_seen_half(tmp_path: Path) -> None:
+    log, file = ListLog(4, 40), tmp_path / "plan"
+    one, other = plan_of(log, file, most=1000), plan_of(log, file, most=1000)
+    one.extend_to(20)
+    one.agree_on_types("one")
+    other.extend_to(20)
+    saved = {"begins": [0, 0], "ends": None, "base": 0, "rounds": [[1, 0, 4], [0, 0, 4]], "types": "two"}
+    one.import_state(saved)
+    taken_up = file.read_bytes()
+    file.write_bytes(taken_up[:-9])  # of a worker that died within it
+    late = plan_of(log, file, most=1000)
+    assert (late.types, late.segments) == ("one", other.segments)
+    late.import_state(saved)
+    assert file.read_bytes() == taken_up
+    other.extend_to(24)
+    assert (other.types, other.segments[:2]) == ("two", [RecordSegment(1, 0, 4), RecordSegment(0, 0, 4)])
+
+
+def test_a_stream_without_partitions_at_first_is_planned_once(tmp_path: Path) -> None:
+    log = ListLog()
+    first = plan_of(log, tmp_path / "plan")
+    log.now = [5]
+    first.extend_to(5)
+    assert plan_of(log, tmp_path / "plan").segments == first.segments == [(0, 0, 4), (0, 4, 5)]
+    (tmp_path / "half").write_bytes(b'{"place": "list://", "beg')
+    assert plan_of(log, tmp_path / "half").begins == [0]
+
+
+def test_a_plan_of_another_stream_is_refused(tmp_path: Path) -> None:
+    log, other = ListLog(4), ListLog(4)
+    plan_of(log, tmp_path / "plan")
+    other.place = "list://other"
+    with pytest.raises(ConfigError, match=r"opens list://other .* opens the same streams in the same order"):
+        plan_of(other, tmp_path / "plan")
+    with pytest.raises(
+        ConfigError, match=r"opens list:// \(until now\) where .* list:// \(as records come\)"
+    ):
+        plan_of(log, tmp_path / "plan", is_whole=True)
+
+
+class UnsteadyConsumer:
+    """A consumer of the topic "t", one partition with 100 records, that fails to say its limits every other time."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._at: int | None = None
+        self._fails = itertools.cycle([True, False])
+
+    def assign(self, places: Sequence[tuple[str, int, int]]) -> None:
+        self._at = places[0][2]
+
+    def consume(self, most: int, timeout_s: float) -> list[Any]:
+        return [self.poll(timeout_s) for _ in range(most)]
+
+    def poll(self, timeout_s: float) -> Any:
+        if self._at is None:
+            return None
+        offset, self._at = self._at, self._at + 1
+        return SimpleNamespace(error=lambda: None, offset=lambda: offset)
+
+    def list_topics(self, topic: str, timeout: float) -> Any:
+        return SimpleNamespace(topics={topic: SimpleNamespace(error=None, partitions={0: None})})
+
+    def get_watermark_offsets(self, place: Any, timeout: float) -> tuple[int, int]:
+        if next(self._fails):
+            raise ConnectionError(SimpleNamespace(str=lambda: "timed out"))
+        return 0, 100
+
+
+def test_a_question_to_kafka_that_fails_takes_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SimpleNamespace(
+        Consumer=UnsteadyConsumer,
+        KafkaException=ConnectionError,
+        KafkaError=SimpleNamespace(UNKNOWN_TOPIC_OR_PART=3),
+        TopicPartition=lambda *place: place,
+    )
+    monkeypatch.setitem(sys.modules, "confluent_kafka", client)
+    log = KafkaLog("kafka://host:9092/t", Wish("json", (), None, None, None, {}, 5.0))
+    for begin in (0, 5):
+        assert [record.offset() for record in log._fetch(RecordSegment(0, begin, begin + 5))] == list(
+            range(begin, begin + 5)
+        )
+        assert log.ends([]) == [100]
+
+
 def test_offsets_without_a_record_are_left_out_whatever_on_error_says(tmp_path: Path) -> None:
     log = ListLog(10)
     source = TableSource(GrowingStreamTable(log, plan_of(log, tmp_path / "plan", most=10)))
@@ -164,7 +272,7 @@ def test_a_flight_is_a_table_now_and_goes_on_behind_a_position(flight: FlightPro
     now = Dataset.from_stream(flight.url, label="y", until="now")
     assert len(now) == 30
     assert sorted(numbers(now.shuffle(seed=0))) == list(range(30))
-    some = Dataset.from_stream(flight.url, label="y", records=25)
+    some = Dataset.from_stream(flight.url, label="y", records=25, timeout_s=float("inf"))
     doubled = some.map(lambda sample: (2 * sample[0]["x"], sample[1]), workers=1).batch(10)
     assert [batch[0].tolist() for batch in doubled][2] == list(range(40, 50, 2))  # read in a fork
     endless = Dataset.from_stream(flight.url, label="y", timeout_s=0.5).batch(8)
@@ -207,6 +315,25 @@ def test_a_server_that_is_not_there_is_named() -> None:
         StreamUnreachable, match=r"grpc://127.0.0.1:1/clicks cannot be read after .*Connection refused"
     ):
         Dataset.from_stream("grpc://127.0.0.1:1/clicks", timeout_s=0.1)
+
+
+def test_a_server_that_accepts_and_never_answers_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"grpc://127.0.0.1:{server.getsockname()[1]}"
+        ticket = pyarrow.flight.Ticket(b"0").serialize()
+        for ask in (flight_client.ask, flight_client.ask_apart):
+            with pytest.raises(ConnectionError):
+                ask("get", address, ticket, {}, 0.2)
+        with pytest.raises(StreamUnreachable, match=f"the stream {address}/clicks cannot be read after"):
+            Dataset.from_stream(f"{address}/clicks", timeout_s=0.2)
+
+
+def test_streams_of_one_server_have_their_own_options(flight: FlightProcess) -> None:
+    address = flight.url.removesuffix("/clicks")
+    clicks = pyarrow.flight.FlightDescriptor.for_path("clicks").serialize()
+    assert flight_client.ask("info", address, clicks, {}, 30.0).endpoints
+    with pytest.raises(OSError, match="no_such_option"):
+        flight_client.ask("info", address, clicks, {"no_such_option": 1}, 30.0)
 
 
 def test_a_stream_without_end_is_refused_where_an_end_is_needed(flight: FlightProcess) -> None:

@@ -23,6 +23,8 @@ from shoal.data.formats.table_source import check_names, chosen
 from shoal.data.order import ENDLESS
 from shoal.errors import ConfigError, StreamRewound, StreamUnreachable
 
+_LEAST_S = 2.0  # for a connection and an answer, however short timeout_s is
+_MOST_S = 1e6  # timeout_s may be infinite, and a deadline may not
 _SAME_SERVER = b"arrow-flight-reuse-connection:"
 
 
@@ -47,7 +49,8 @@ class FlightLog:
         self._flight: Any = flight
         scheme = "grpc" if parts.scheme == "flight" else parts.scheme
         self._address = f"{scheme}://{parts.netloc}"
-        self.place, self._wish, self.row_bytes = f"{self._address}{parts.path}", wish, 64
+        asked = f"?command={command[0]}" if command else ""
+        self.place, self._wish, self.row_bytes = f"{self._address}{parts.path}{asked}", wish, 64
         make = flight.FlightDescriptor
         self._descriptor = make.for_command(command[0]) if command else make.for_path(*path)
         self._owner = os.getpid()
@@ -141,11 +144,12 @@ class FlightLog:
 
     def _asked(self, what: str, address: str, of: bytes) -> Any:
         """An answer of a server, retried until the time is over where it cannot be reached."""
-        since = time.monotonic()
+        since, waited_s = time.monotonic(), 0.0
         ask = flight_client.ask if self._owner == os.getpid() else flight_client.ask_apart
         while True:
             try:
-                return ask(what, address, of, self._wish.options)
+                left_s = min(max(self._wish.timeout_s - waited_s, _LEAST_S), _MOST_S)
+                return ask(what, address, of, self._wish.options, left_s)
             except ConnectionError as error:
                 waited_s = time.monotonic() - since
                 if waited_s > min(self._wish.timeout_s, 30.0):

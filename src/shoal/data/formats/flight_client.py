@@ -16,38 +16,54 @@ import pyarrow as pa
 
 _TRY_AGAIN = 75
 
-_clients: dict[str, Any] = {}
+_START_S = 30.0  # for an interpreter, on a busy machine
+
+_clients: list[tuple[str, dict[str, Any], Any]] = []  # options need not have a hash
 
 
-def ask(what: str, address: str, of: bytes, options: Mapping[str, Any]) -> Any:
-    """FlightInfo or table. ConnectionError where trying again may help, OSError where not."""
+def ask(what: str, address: str, of: bytes, options: Mapping[str, Any], timeout_s: float) -> Any:
+    """FlightInfo or table, within timeout_s. ConnectionError where trying again may help, OSError where not."""
     import pyarrow.flight as flight
 
     try:
-        if address not in _clients:
-            _clients[address] = flight.connect(address, **options)
-        client = _clients[address]
+        client = _connected(address, dict(options))
+        call = flight.FlightCallOptions(timeout=timeout_s)
         if what == "info":
-            return client.get_flight_info(flight.FlightDescriptor.deserialize(of))
-        return client.do_get(flight.Ticket.deserialize(of)).read_all()
+            return client.get_flight_info(flight.FlightDescriptor.deserialize(of), call)
+        return client.do_get(flight.Ticket.deserialize(of), call).read_all()
     except (flight.FlightUnavailableError, flight.FlightTimedOutError) as error:
-        _clients.pop(address, None)
+        _clients[:] = [each for each in _clients if each[:2] != (address, options)]
         raise ConnectionError(_short(error)) from None
     except (flight.FlightError, pa.ArrowException, TypeError, ValueError) as error:
         raise OSError(_short(error)) from None
 
 
-def ask_apart(what: str, address: str, of: bytes, options: Mapping[str, Any]) -> bytes:
+def ask_apart(what: str, address: str, of: bytes, options: Mapping[str, Any], timeout_s: float) -> bytes:
     """The same as bytes, from an interpreter that is no fork."""
     try:
-        asked = json.dumps([what, address, of.hex(), dict(options)]).encode()
+        asked = json.dumps([what, address, of.hex(), dict(options), timeout_s]).encode()
     except TypeError as error:
         raise OSError(f"options= of a reader process must be fit for JSON: {error}") from None
-    done = subprocess.run([sys.executable, "-P", __file__], input=asked, capture_output=True, check=False)
+    command, limit_s = [sys.executable, "-P", __file__], timeout_s + _START_S
+    try:
+        done = subprocess.run(command, input=asked, capture_output=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise ConnectionError(f"no answer came within {limit_s:.0f} s") from None
     if done.returncode == 0:
         return done.stdout
     said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     raise (ConnectionError if done.returncode == _TRY_AGAIN else OSError)(said)
+
+
+def _connected(address: str, options: dict[str, Any]) -> Any:
+    import pyarrow.flight as flight
+
+    for place, of, client in _clients:
+        if (place, of) == (address, options):
+            return client
+    client = flight.connect(address, **options)
+    _clients.append((address, options, client))
+    return client
 
 
 def _short(error: BaseException) -> str:
@@ -57,8 +73,8 @@ def _short(error: BaseException) -> str:
 
 def _answer() -> int:
     try:
-        what, address, of, options = json.load(sys.stdin)
-        found = ask(what, address, bytes.fromhex(of), options)
+        what, address, of, options, timeout_s = json.load(sys.stdin)
+        found = ask(what, address, bytes.fromhex(of), options, timeout_s)
     except OSError as error:
         print(error, file=sys.stderr)
         return _TRY_AGAIN if isinstance(error, ConnectionError) else 1

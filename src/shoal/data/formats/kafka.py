@@ -1,7 +1,8 @@
 """Kafka topics as logs: records by partition and offset, through confluent-kafka (librdkafka).
 
 No consumer group and no commits: offsets are part of the plan of the stream
-and of checkpoints. Each process has one consumer, assigned to the segment at hand.
+and of checkpoints. Each process has one consumer for records, assigned to the
+segment at hand, and one for questions, assigned to nothing: a poll of it takes no record.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class KafkaLog:
             "auto.offset.reset": "error",
             "error_cb": self._heard,
         }
-        self._consumer: Any = None
+        self._consumers: dict[str, Any] = {}
         self._owner, self._lock = os.getpid(), threading.Lock()
         self._next: tuple[int, int] | None = None  # partition and offset that the consumer gives next
         self._trouble = ""
@@ -153,7 +154,7 @@ class KafkaLog:
         kafka, (partition, begin, end) = self._kafka, segment
         records: list[Any] = [None] * (end - begin)
         with self._lock_of_process():
-            consumer = self._connected()
+            consumer = self._connected("records")
             if self._next != (partition, begin):
                 consumer.assign([kafka.TopicPartition(self._topic, partition, begin)])
             self._next, at, since = None, begin, time.monotonic()
@@ -218,10 +219,10 @@ class KafkaLog:
         since = time.monotonic()
         while True:
             try:
-                answer = ask(self._connected())
+                answer = ask(self._connected("questions"))
             except self._kafka.KafkaException as error:
                 self._trouble = error.args[0].str()
-                self._connected().poll(0)  # which calls back with what is behind it
+                self._connected("questions").poll(0)  # which calls back with what is behind it
             else:
                 if answer is not None:
                     return answer
@@ -237,22 +238,20 @@ class KafkaLog:
         self._trouble = error.str()
 
     def _lock_of_process(self) -> threading.Lock:
-        if (
-            self._owner != os.getpid()
-        ):  # a fork has none of its parent's threads, and the consumer lives by them
-            _LEFT_TO_THE_PARENT.append(self._consumer)
-            self._owner, self._lock, self._consumer, self._next = os.getpid(), threading.Lock(), None, None
+        if self._owner != os.getpid():  # a fork has none of its parent's threads, and consumers live by them
+            _LEFT_TO_THE_PARENT.append(self._consumers)
+            self._owner, self._lock, self._consumers, self._next = os.getpid(), threading.Lock(), {}, None
         return self._lock
 
-    def _connected(self) -> Any:
-        if self._consumer is None:
+    def _connected(self, purpose: str) -> Any:
+        if purpose not in self._consumers:
             try:
-                self._consumer = self._kafka.Consumer(self._settings)
+                self._consumers[purpose] = self._kafka.Consumer(self._settings)
             except (self._kafka.KafkaException, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"options= of from_stream({self.place}): {error}. Nothing was read."
                 ) from None
-        return self._consumer
+        return self._consumers[purpose]
 
 
 _LEFT_TO_THE_PARENT: list[Any] = []

@@ -217,9 +217,10 @@ def next_round(nexts: Sequence[int], ends: Sequence[int], size: int, most: int) 
 class SegmentPlan:
     """The records at each position: append-only, written down before it is used, and the same for all workers.
 
-    The file's first line holds the first offsets, a later one the types of the
-    columns, the others a round of segments each. `base` is the position of the first segment that is kept: a
-    checkpoint of an endless stream has no more than those behind it.
+    The file's first line, its head, holds the place of the stream and the first offsets, a later one the types of
+    the columns, the others a round of segments each. A checkpoint that is taken up is one more head, with types and
+    rounds, that replaces all before it: no line is ever changed. `base` is the position of the first segment that is
+    kept: a checkpoint of an endless stream has no more than those behind it.
     """
 
     def __init__(
@@ -235,13 +236,14 @@ class SegmentPlan:
         self._log, self._file, self._most, self._timeout_s = log, file, most, timeout_s
         self.is_whole = is_whole
         self._num_read = 0  # bytes of the file
-        self.begins: list[int] = []
+        self._head: Mapping[str, Any] | None = None
         self.types: str | None = None
         """Of the columns, once somebody has found them."""
         with self._agreed():
-            if not self.begins:
-                begins = log.begins(start)
-                self._write({"begins": begins, "ends": log.ends([]) if is_whole else None, "base": 0})
+            if self._head is None:
+                begins, ends = log.begins(start), log.ends([]) if is_whole else None
+                self._write({"place": log.place, "begins": begins, "ends": ends, "base": 0})
+            self._refuse_another()
         if is_whole:
             while found := next_round(self._nexts, self.ends, log.segment_rows, ENDLESS):
                 self._append(found)
@@ -308,11 +310,8 @@ class SegmentPlan:
         if self.is_endless:
             first = max(bisect.bisect_right(self.bounds, position) - 1, 0)
         kept = self.segments[first:]
-        begins = list(self._nexts)
-        for segment in reversed(kept):
-            begins[segment.partition] = segment.begin
         return {
-            "begins": begins,
+            "begins": self._nexts_at(first),
             "ends": list(self.ends) if self.is_whole else None,
             "base": self.bounds[first],
             "rounds": [] if self.is_whole else [list(segment) for segment in kept],
@@ -333,12 +332,10 @@ class SegmentPlan:
         with self._agreed():
             begin = min(bisect.bisect_left(self.bounds, base), len(self.segments))
             ours = self.segments[begin : begin + len(rounds)]
-            if self.bounds[begin] == base and ours == rounds and (rounds or self._nexts == state["begins"]):
-                return
-            self._num_read = 0
-            self._write({"begins": state["begins"], "ends": None, "base": base})
-            self._write({"types": state["types"]})
-            self._write([list(segment) for segment in rounds])
+            pairs = itertools.zip_longest(self._nexts_at(begin), state["begins"], fillvalue=0)
+            is_same = self.bounds[begin] == base and ours == rounds and all(a == b for a, b in pairs)
+            if not is_same:  # one that has grown since is the same
+                self._write({"place": self._log.place, **state})
 
     # ---- what is agreed on ----
 
@@ -352,9 +349,6 @@ class SegmentPlan:
 
     def _learn(self) -> None:
         with self._file.open("rb") as file:
-            first = file.readline()
-            if self.begins and json.loads(first) != self._head:
-                self._num_read = 0  # a checkpoint was taken up
             file.seek(self._num_read)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]  # a process may die within a line
@@ -374,14 +368,15 @@ class SegmentPlan:
         self._take(said)
 
     def _take(self, said: Any) -> None:
-        if "types" in said:
-            self.types = said["types"]
-        elif isinstance(said, dict):
-            self._head, self.types = said, None
+        if "begins" in said:
+            self._head, self.types = said, said.get("types")
             self.begins, self.ends = list(said["begins"]), list(said["ends"] or ())
             self._nexts = list(self.begins)
             self.segments: list[RecordSegment] = []
             self.bounds: list[int] = [said["base"]]
+            self._append([RecordSegment(*each) for each in said.get("rounds", ())])
+        elif "types" in said:
+            self.types = said["types"]
         else:
             self._append([RecordSegment(*each) for each in said])
 
@@ -391,6 +386,28 @@ class SegmentPlan:
             self._nexts[segment.partition] = segment.end
             self.segments.append(segment)
             self.bounds.append(self.bounds[-1] + segment.end - segment.begin)
+
+    def _nexts_at(self, number: int) -> list[int]:
+        """The next offset of each partition before the segment of that number."""
+        nexts = list(self._nexts)
+        for segment in reversed(self.segments[number:]):
+            nexts[segment.partition] = segment.begin
+        return nexts
+
+    def _refuse_another(self) -> None:
+        """Refuse the plan of another stream: files go by the order in which a script opens its streams."""
+        assert self._head is not None
+        there = self._head.get("place", self._log.place), self._head["ends"] is not None
+        if there != (self._log.place, self.is_whole):
+            place, other = (
+                f"{place} ({'until now' if is_whole else 'as records come'})"
+                for place, is_whole in ((self._log.place, self.is_whole), there)
+            )
+            raise ConfigError(
+                f"from_stream opens {place} where this job has the offsets of {other}, in {self._file}. Every worker, and a "
+                "resumed script, opens the same streams in the same order. Nothing was read, and the offsets are kept; "
+                "open the streams in that order, or begin anew with another run directory."
+            )
 
     def _refuse_shrunk(self, ends: Sequence[int]) -> None:
         for partition, planned in enumerate(self._nexts):
