@@ -28,6 +28,6 @@ def test_what_rounds_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="--exchange ring sums the gradients of ddp"):
         LaunchConfig(script="t.py", workers=2, strategy="mapreduce", exchange="ring")
     with pytest.raises(ConfigError, match="a loop of the script's own"):
-        refuse_own_loop(None, 2)
+        refuse_own_loop(2)
     with pytest.raises(ConfigError, match="--on mpi gives hosts, and map-reduce runs tasks"):
         tasks.parse("mpi")

@@ -13,6 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from shoal import cli
 from shoal.cli import app
 from shoal.errors import ConfigError
 
@@ -92,7 +93,7 @@ def test_pods_ask_for_what_their_role_needs_and_join_the_coordinator() -> None:
 def test_commands_of_pods_are_ones_that_shoal_takes(more: list[str]) -> None:
     taken: list[dict[str, Any]] = []
     for role, job in services(*more).items():
-        verb = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
+        verb = typer.main.get_command(cli.load(role))
         command = [word.replace("$(POD_IP)", "10.1.2.3") for word in container(job)["command"][2:]]
         with verb.make_context(role, command) as context:
             taken.append(context.params)

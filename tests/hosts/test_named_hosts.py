@@ -79,7 +79,7 @@ def test_named_hosts_with_the_key_of_a_file_compute_the_same_bits_without_encryp
         (out / "go").touch()
         assert job.wait() == 0, job.story()
         assert job.agents[1].wait() == 0
-        assert "--plaintext: what the hosts exchange is not encrypted" in " ".join(job.output().split())
+        assert "--plaintext: traffic between hosts is not encrypted" in " ".join(job.output().split())
         hosts = json.loads((job.run_dir / "config.json").read_text())["hosts"]
         assert [(host["workers"], host["servers"]) for host in hosts] == [([0], []), ([1, 2], [0])]
         assert job.join(1, "--timeout", "1", *right).wait() == 2

@@ -33,7 +33,7 @@ def num_workers() -> int:
         return 1
     from shoal.config import job as jobs
 
-    return jobs.share().num_workers
+    return jobs.num_workers()
 
 
 def _is_alone() -> bool:

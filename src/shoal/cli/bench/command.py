@@ -43,6 +43,7 @@ FROM_SOURCE = {
     "hosts_ddp": "two hosts, ddp and ps, against torchrun by the speed of the link",
     "hosts_loss": "hosts lost and joined under ddp and ps: time to go on",
     "engines": "the click model on MPI, Slurm and Ray of this machine against the same without; needs `make test-engines`",
+    "coordinator_load": "the coordinator under 1,000 and 10,000 simulated workers: events, memory, time to a new view",
     "mesh_step": "a step of fsdp, tp and pp against the same by hand; memory per process against ddp",
     "large_model": "peak memory of a rank under fsdp, tp and pp, and the largest model within 2 GiB",
     "table_increments": "what a checkpoint of a table costs of which 1 % of the rows changed",
