@@ -354,6 +354,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 2)).double()
 data = shoal.Dataset.from_arrays((x, y)).shuffle(seed=0).batch(16)
 model, optimizer, data = shoal.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), data)
+scaler = torch.amp.GradScaler("cpu", enabled=how == "scaler")
 batches = iter(data) if how == "iterator" else data
 saved = 0
 for epoch in range(3 if how == "break" else 2):
@@ -361,11 +362,11 @@ for epoch in range(3 if how == "break" else 2):
         if how == "break" and epoch == 2:
             break  # a batch was taken, and nothing trained
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(features), label).backward()
+        scaler.scale(nn.functional.cross_entropy(model(features), label)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         if how == "raise" and shoal.rank() == 1 and at == 4:
             raise KeyError("of the script")
-        optimizer.step()
+        scaler.step(optimizer)
         saved += shoal.checkpoint(every=2, epoch=epoch) is not None
         if how == "break" and epoch == 1 and at == 6:
             break
@@ -393,6 +394,7 @@ trainer.fit(shoal.Dataset.from_arrays((torch.ones(8, 2), torch.full((8, 1), 1e3)
     ("source", "how", "exit_code", "says"),
     [
         (OWN_LOOP, "iterator", 2, "a batch is taken outside of a `for` over the data. Nothing was trained"),
+        (OWN_LOOP, "scaler", 2, "a GradScaler would skip a step by this worker's own overflow"),
         (REFUSED, "plateau", 2, "use scheduler_every='epoch'"),
         (REFUSED, "saves", 2, "call trainer.wish_checkpoint() instead"),
         (REFUSED, "spoilt", 3, "are not finite at step 1 ('weight' first)"),

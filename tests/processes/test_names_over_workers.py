@@ -46,7 +46,7 @@ def test_a_job_of_names_predicts_to_files_over_a_death(
     assert launched.stdout.count("8 parameters, 8 trained") == 1
     assert [(tmp_path / f"commits-{rank}").read_text() for rank in range(3)] == ["10"] * 3
 
-    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    manifest = json.loads((tmp_path / "out/_manifest.json").read_text())
     tables = [pq.read_table(tmp_path / "out" / name) for name in manifest["files"]]
     rows = {
         at: row

@@ -20,8 +20,10 @@ import shoal
 from shoal.callbacks import EMA, SWA, ModelCheckpoint, ReduceLROnPlateau, StopAtConvergence
 from shoal.errors import CheckpointError, ConfigError
 from shoal.parallel.single import Single
-from shoal.train.arguments.by_name import LR_SCALE, rescale_learning_rates
-from shoal.train.callbacks.base import StepLogs
+from shoal.ps.layout import optimizer_class
+from shoal.ps.weight_average import averaged
+from shoal.train.arguments.by_name import LR_SCALE, loss_named, rescale_learning_rates, scale_learning_rates
+from shoal.train.callbacks.base import Callback, StepLogs
 from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint, spaced_by_hours
 
 X = np.random.default_rng(0).normal(size=(40, 4))
@@ -78,6 +80,13 @@ def test_names_and_arrays_train_what_objects_and_datasets_do() -> None:
         (lambda: trainer().fit(X, Y[:-1]), "different numbers of rows, 39 and 40"),
         (lambda: trainer().fit(X, "labels"), "takes arrays, tensors and DataFrames, and was given a str"),
         (lambda: trainer().fit(pd.DataFrame({"word": ["a"] * 40}), Y), "column 'word' holds no numbers"),
+        (
+            lambda: trainer(net(1), loss="mse").fit(X, X[:, 0], batch_size=8),
+            r"the output has shape \(8, 1\), the target \(8,\).*write y.reshape\(-1, 1\)",
+        ),
+        (lambda: trainer().fit(X, np.array(3.0)), "a single number in the place of an array"),
+        (lambda: trainer(optimizer="muon").fit(X, Y), "optimizer='muon' cannot be built"),  # of a bias
+        (lambda: optimizer_class("Averaged" * 5000 + "SGD"), "an optimizer keeps one average"),
         (lambda: EMA(1.0), "decay must be above 0 and below 1"),
         (lambda: ModelCheckpoint(keep_every_hours=0), "positive number of hours"),
     ],
@@ -86,6 +95,27 @@ def test_bad_input_is_one_paragraph(build: Callable[[], object], said: str) -> N
     with pytest.raises(ConfigError, match=said) as raised:
         build()
     assert "\n" not in str(raised.value)
+
+
+def test_names_of_torchs_functions_are_theirs() -> None:
+    assert isinstance(loss_named("binary_cross_entropy"), nn.BCELoss)
+    assert isinstance(loss_named("binary_crossentropy"), nn.BCEWithLogitsLoss)
+    assert isinstance(loss_named("l1_loss"), nn.L1Loss)
+    assert optimizer_class("AveragedSGD") is averaged(torch.optim.SGD)
+    trainer(nn.Linear(4, 2, bias=False), optimizer="muon", lr=0.01).fit(X, Y)
+
+
+class ToFloat(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
+def test_a_frame_of_integers_and_booleans_is_one_of_numbers() -> None:
+    frame = pd.DataFrame({"a": Y, "b": Y > 0, "c": Y, "d": Y})
+    one = trainer(nn.Linear(4, 2))
+    one.fit(frame.to_numpy(dtype=np.float32), Y)
+    found = trainer(nn.Sequential(ToFloat(), one.model)).predict(frame)
+    assert torch.equal(torch.as_tensor(found), torch.as_tensor(one.predict(frame.to_numpy(dtype=np.float32))))
 
 
 def test_the_summary_lists_layers_and_says_what_trains(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,9 +209,55 @@ def test_predictions_are_streamed_to_files_and_not_written_over(tmp_path: Path) 
     table = pq.read_table(tmp_path / "out" / "part-00000.parquet")
     assert table["position"].to_pylist() == list(range(40))
     assert np.allclose(np.array(table["output"].to_pylist()), whole.numpy(), atol=1e-6)
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["rows"] == 40
+    assert json.loads((tmp_path / "out" / "_manifest.json").read_text())["rows"] == 40
     with pytest.raises(ConfigError, match="would write over the predictions that are there"):
         one.predict(X, out=tmp_path / "out")
+
+
+class Named(nn.Module):
+    """Gives what it was given under a name, and so many times as it was called."""
+
+    def __init__(self, name: str, *, grows: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.name, self.grows, self.calls = name, grows, 0
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return {self.name: (x * self.scale).repeat(1, self.calls if self.grows else 1)}
+
+
+def test_rows_have_their_position_where_bad_samples_were_skipped(tmp_path: Path) -> None:
+    def refuse_2_and_5(row: torch.Tensor) -> torch.Tensor:
+        if float(row[0]) in (2.0, 5.0):
+            raise ValueError("bad")
+        return row
+
+    data = shoal.Dataset.from_arrays(np.arange(8, dtype=np.float32)[:, None])
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "part-00003.parquet").write_bytes(b"of a run that failed")
+    (out / "part-00004.parquet.tmp").write_bytes(b"of the same")
+    trainer(Named("value")).predict(data.map(refuse_2_and_5, on_error="skip").batch(4), out=out)
+    table = pq.read_table(out)  # the directory
+    assert table["position"].to_pylist() == [0, 1, 3, 4, 6, 7]
+    assert [value for [value] in table["value"].to_pylist()] == [0, 1, 3, 4, 6, 7]
+    assert sorted(path.name for path in out.iterdir()) == ["_manifest.json", "part-00000.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Named("position"), "a tensor 'position', and the column of that name holds each row's position"),
+        (
+            Named("value", grows=True),
+            r"column 'value' was fixed_size_list.*\[4\] in the first batch and is .*\[8\] after 8 rows",
+        ),
+    ],
+)
+def test_outputs_that_make_no_table_are_refused(model: nn.Module, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trainer(model).predict(X, batch_size=8, out=tmp_path / "out")
 
 
 def test_a_strategy_of_ones_own_takes_the_place_of_the_launched_one() -> None:
@@ -211,6 +287,38 @@ def test_learning_rates_follow_a_resume_to_another_number_of_workers() -> None:
         2.0,
     )
     assert schedule.base_lrs == [pytest.approx(0.4)]
+
+
+def test_schedulers_within_schedulers_follow_each_group_by_its_own_ratio() -> None:
+    schedules = torch.optim.lr_scheduler
+    first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+    def begun(factor: float) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.3}], lr=0.1)
+        scale_learning_rates(optimizer, factor)
+        parts = [schedules.LinearLR(optimizer, 0.1, 1.0, 5), schedules.CosineAnnealingLR(optimizer, 20)]
+        return optimizer, schedules.SequentialLR(optimizer, parts, [5])
+
+    def rates(optimizer: torch.optim.Optimizer, schedule: Any, num_steps: int) -> list[list[float]]:
+        found = []
+        for _ in range(num_steps):
+            optimizer.step()
+            schedule.step()
+            found.append([group["lr"] for group in optimizer.param_groups])
+        return found
+
+    expected = rates(*begun(2.0), 12)
+    optimizer, schedule = begun(4.0)
+    rates(optimizer, schedule, 3)
+    rescale_learning_rates(optimizer, schedule, 2.0)
+    assert np.allclose(rates(optimizer, schedule, 9), expected[3:])
+
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.4)
+    cyclic = schedules.CyclicLR(optimizer, 0.4, 4.0, cycle_momentum=False)
+    for group, factor in zip(optimizer.param_groups, (4.0, 2.0), strict=True):
+        group[LR_SCALE] = factor
+    rescale_learning_rates(optimizer, cyclic, 2.0)
+    assert (cyclic.base_lrs, cyclic.max_lrs) == ([0.2, 0.4], [2.0, 4.0])
 
 
 def test_training_stops_once_the_loss_has_converged() -> None:
@@ -262,3 +370,33 @@ def test_an_average_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     expected = open_checkpoint(straight).pieces["model/0.weight"].clone()
     run(3, resume=list_checkpoints(tmp_path / "saved")[0])  # after the first epoch
     assert torch.equal(open_checkpoint(straight).pieces["model/0.weight"], expected)
+
+
+class Late(nn.Module):
+    """A part of it has its first gradient in the third epoch of 5 steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.early, self.late, self.calls = nn.Linear(4, 2), nn.Linear(4, 2), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        early: torch.Tensor = self.early(x)
+        return early + self.late(x) if self.calls > 12 else early
+
+
+@pytest.mark.parametrize("fits", [[4], [2, 2]])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_an_average_of_epochs_is_their_mean(optimizer: str, fits: list[int]) -> None:
+    class Watching(Callback):
+        def on_epoch_end(self, trainer: shoal.Trainer, logs: dict[str, float]) -> None:
+            seen.append({name: each.detach().clone() for name, each in trainer.model.named_parameters()})
+
+    seen: list[dict[str, torch.Tensor]] = []
+    one = trainer(Late(), optimizer=optimizer, lr=0.05, callbacks=[SWA(1), Watching()])
+    for epochs in fits:
+        one.fit(X, Y, batch_size=8, epochs=epochs)
+    assert len(seen) == 4
+    for name, found in one.model.named_parameters():
+        torch.testing.assert_close(found.detach(), torch.stack([each[name] for each in seen]).mean(0))

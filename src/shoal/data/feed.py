@@ -264,7 +264,9 @@ class IndexedFeed:
                 indices=(),
             )
         left = make_slice(share, reading.request, reading.batch)
-        return replace(left, num_local=len(reading.request.indices), num_asked=share.num_local)
+        request = reading.request
+        places = tuple(request.place(number) - share.start for number in range(len(request.indices)))
+        return replace(left, num_local=len(places), num_asked=share.num_local, places=places)
 
     def _borrow(self, share: BatchShare, epoch: int) -> Reading:
         """Some sample that can be read, for a rank whose own are all bad: the next one in the epoch."""

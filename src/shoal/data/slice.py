@@ -77,6 +77,9 @@ class Slice:
     num_asked: int | None = None
     """This worker's samples before bad ones were left out; None where none was."""
 
+    places: tuple[int, ...] | None = None
+    """Position of each local sample within the global batch, where bad ones between them were left out; else they follow `first`."""
+
     @property
     def share(self) -> float:
         return (self.num_local if self.num_asked is None else self.num_asked) / self.num_global
@@ -128,6 +131,7 @@ class Slice:
                     first=self.first + begin,
                     indices=self.indices[begin:end],
                     num_asked=asked,
+                    places=None if self.places is None else self.places[begin:end],
                 )
             )
         return parts

@@ -91,7 +91,12 @@ def _hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """torch's class of that name, or one of them that keeps an average; refused where there is none, or where it cannot run on a server."""
     if name.startswith(PREFIX):
-        return averaged(optimizer_class(name.removeprefix(PREFIX)))
+        base = name.removeprefix(PREFIX)
+        if base.startswith(PREFIX):
+            raise ConfigError(
+                f"an optimizer keeps one average, and '{name:.60}' names several. Nothing was declared."
+            )
+        return averaged(optimizer_class(base))
     _check_name(name)
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or name == "Optimizer":

@@ -26,11 +26,19 @@ class KeepsAverage(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        begun: list[tuple[torch.Tensor, torch.Tensor]] = []
         for group in self.param_groups:
-            if group[TAKE]:
-                for parameter in group["params"]:
-                    self._move(parameter, float(group[TAKE]))
+            for parameter in group["params"]:
+                if self.state.get(parameter):
+                    if group[TAKE]:
+                        self._move(parameter, float(group[TAKE]))
+                elif parameter.grad is not None and not group[DECAY]:
+                    # It never changed, so every average so far is what it is. Not in the state before the update: torch makes
+                    # its own of an empty state alone.
+                    begun.append((parameter, parameter.detach().clone()))
         result = super().step(closure)  # of the class that it is mixed into
+        for parameter, weights in begun:
+            self.state[parameter][AVERAGE] = weights
         for group in self.param_groups:
             if group[DECAY]:
                 for parameter in group["params"]:

@@ -42,6 +42,11 @@ def batches_of_arrays(
             f"holds inputs and target: {what}(data.batch(32))."
         )
     tree = _converted(given)
+    if any(not leaf.ndim for leaf in leaves(tree)):
+        raise ConfigError(
+            f"{what}(x, y) was given a single number in the place of an array, and takes arrays with a row for each sample. Nothing was "
+            "started; give each sample its own."
+        )
     lengths = sorted({len(leaf) for leaf in leaves(tree)})
     if len(lengths) > 1:
         raise ConfigError(
@@ -75,7 +80,12 @@ def _converted(data: Any) -> Any:
                 f"the DataFrame's column '{words[0]}' holds no numbers (of {len(words)} such columns). Nothing was started; encode it, or "
                 "describe the columns with shoal.features, which also keeps what it learnt for serving."
             )
-        data = data.to_numpy()
+        whole = data.to_numpy()
+        if columns and whole.dtype.kind == "O":  # pandas, of integers and booleans
+            whole = np.concatenate(
+                [data[name].to_numpy().reshape(len(data), -1) for name in dict.fromkeys(columns)], axis=1
+            )
+        data = whole
     array = np.asarray(data)
     if array.dtype.kind not in "biuf":
         raise ConfigError(

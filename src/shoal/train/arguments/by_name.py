@@ -40,10 +40,14 @@ OTHER_LOSSES = {
     "categorical_crossentropy": "cross_entropy",
     "crossentropy": "cross_entropy",
     "binary_crossentropy": "bce_with_logits",
-    "binary_cross_entropy": "bce_with_logits",
+    "binary_cross_entropy": "bce",
+    "binary_cross_entropy_with_logits": "bce_with_logits",
     "logloss": "bce_with_logits",
 }
-"""Names of Keras and others. All of them take logits here: a softmax or sigmoid at the model's end is left out."""
+"""Names of Keras, torch's functions and others. Keras's take logits here: a softmax or sigmoid at the model's end is left out."""
+
+ELEMENTWISE = ("bce", "bce_with_logits", "mse", "mae", "smooth_l1", "huber", "poisson_nll")
+"""Losses of each element of the output with the same one of the target."""
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): kind
@@ -61,13 +65,34 @@ LR_SCALE = "lr_scale"
 
 
 def loss_named(name: str) -> nn.Module:
-    known = OTHER_LOSSES.get(name.lower(), name.lower()).removesuffix("_loss")
+    known = name.lower().removesuffix("_loss")
+    known = OTHER_LOSSES.get(known, known)
     if known not in LOSSES:
         raise ConfigError(
             f"loss='{name}' is no loss that shoal knows.{_guess(known, LOSSES)} Nothing was trained; it knows {', '.join(LOSSES)}, "
             "'model' for a model that returns its loss, and any callable of (output, target)."
         )
-    return LOSSES[known]()
+    loss = LOSSES[known]()
+    if known in ELEMENTWISE:
+        loss.register_forward_pre_hook(_refuse_broadcast)
+    return loss
+
+
+def _refuse_broadcast(loss: nn.Module, given: tuple[Any, ...]) -> None:
+    """torch would compare each of N outputs with each of N targets, and only warn."""
+    output, target = given
+    if (
+        not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor))
+        or output.shape == target.shape
+    ):
+        return
+    shape = ", ".join(map(str, (-1, *output.shape[1:])))
+    what = f"write y.reshape({shape})" if output.numel() == target.numel() else "let both have one shape"
+    raise ConfigError(
+        f"the loss {type(loss).__name__} compares the output with the target element by element, and the output has shape "
+        f"{tuple(output.shape)}, the target {tuple(target.shape)}. Nothing of this step was applied; {what}, or give the loss as an object, "
+        f"loss=nn.{type(loss).__name__}(), to have torch broadcast them."
+    )
 
 
 def optimizer_named(
@@ -87,11 +112,15 @@ def optimizer_named(
         raise ConfigError(
             f"{kind.__name__} has no setting '{unknown[0]}'.{_guess(unknown[0], taken)} Nothing was trained; it has {', '.join(taken)}."
         )
-    try:
-        kind([nn.Parameter(torch.zeros(1))], **settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer='{name}' cannot be built: {error}. Nothing was trained.") from None
-    return lambda params: kind(params, **settings)
+
+    def build(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            return kind(params, **settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer='{name}' cannot be built: {error}. Nothing was trained.") from None
+
+    build([nn.Parameter(torch.zeros(1, 1))])  # a matrix: Muon takes nothing else
+    return build
 
 
 def _guess(name: str, known: Iterable[str]) -> str:
@@ -124,16 +153,24 @@ def scale_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> tor
 
 def rescale_learning_rates(optimizer: torch.optim.Optimizer | None, scheduler: Any, factor: float) -> None:
     """After a checkpoint of another number of workers was loaded: learning rates that hold this job's factor."""
-    ratio = 1.0
+    ratios = []
     for group in optimizer.param_groups if optimizer is not None else ():
-        ratio = factor / group[LR_SCALE]
+        ratios.append(factor / group[LR_SCALE])
         group[LR_SCALE] = factor
         for name in ("lr", "initial_lr", "max_lr", "min_lr"):
             if name in group:
-                group[name] = group[name] * ratio
-    for name in ("base_lrs", "_last_lr", "min_lrs"):
-        if ratio != 1.0 and isinstance(getattr(scheduler, name, None), list):
-            setattr(scheduler, name, [rate * ratio for rate in getattr(scheduler, name)])
+                group[name] = group[name] * ratios[-1]
+    _rescale_scheduler(scheduler, ratios)
+
+
+def _rescale_scheduler(scheduler: Any, ratios: list[float]) -> None:
+    """Rates of each group that it keeps itself, and those of the schedulers that it is made of."""
+    for name in ("base_lrs", "max_lrs", "min_lrs", "_last_lr"):
+        rates = getattr(scheduler, name, None)
+        if isinstance(rates, list) and len(rates) == len(ratios):
+            setattr(scheduler, name, [rate * ratio for rate, ratio in zip(rates, ratios, strict=True)])
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _rescale_scheduler(inner, ratios)
 
 
 def describe_scaling(batches: Batches, rates: list[float], rule: str, num_workers: int) -> str:

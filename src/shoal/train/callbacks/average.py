@@ -216,6 +216,8 @@ class SWA(KeptAverage):
         assert optimizer is not None
         self._pending = float(optimizer.param_groups[0][TAKE])
         super().on_fit_end(trainer)
+        if self._use and self._pending:
+            self._set(trainer, 1.0)  # the weights are the average now; another fit goes on from it
 
     def _averaged(self, piece: Piece, pieces: dict[str, Piece]) -> Piece:
         if self._pending == 1.0 and f"{OPTIMIZER}{piece.name.removeprefix(MODEL)}/{AVERAGE}" not in pieces:

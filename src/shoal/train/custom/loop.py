@@ -341,14 +341,18 @@ class CustomLoop:
         """Refuse a loop whose end shoal would not see, where workers have to meet at it."""
         if not isinstance(self.strategy, (Leased, PeriodicSync)):
             return
-        how = self.job.strategy if self.job.sync_every is None else f"--sync-every {self.job.sync_every}"
         try:
             loop_shape.check_for_loop(loop_shape.script_frames())
         except loop_shape.CannotEnter as reason:
             raise ConfigError(
-                f"under '{how}' workers train apart and meet where a `for` over the data ends, which shoal cannot see here: {reason}. "
+                f"under '{self.how_apart}' workers train apart and meet where a `for` over the data ends, which shoal cannot see here: {reason}. "
                 "Nothing was trained; write `for x, y in data:`, or use an exact strategy (ddp, ps)."
             ) from None
+
+    @property
+    def how_apart(self) -> str:
+        """What makes workers train apart, as it was asked for."""
+        return self.job.strategy if self.job.sync_every is None else f"--sync-every {self.job.sync_every}"
 
     @property
     def has_diverged(self) -> bool:
@@ -770,6 +774,8 @@ def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> Non
     def unscale_sums(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Of sums, every worker finds the same infinities, and all skip the step or none does."""
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if scaler.is_enabled():
+            _refuse_scaler_apart(given)
         if any(isinstance(parameter, DTensor) for parameter in given):
             raise ConfigError(
                 "a GradScaler looks for infinities in this worker's part of the model alone, and the others would take a step that it "
@@ -779,6 +785,17 @@ def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> Non
         unscale(scaler, optimizer)
 
     torch.amp.GradScaler.unscale_ = unscale_sums  # type: ignore[method-assign, assignment]
+
+
+def _refuse_scaler_apart(parameters: list[Tensor]) -> None:
+    given = {id(parameter) for parameter in parameters}
+    for loop in script.loops:
+        if isinstance(loop.strategy, (Leased, PeriodicSync)) and not given.isdisjoint(loop.parameter_ids):
+            raise ConfigError(
+                f"under '{loop.how_apart}' workers train apart: a GradScaler would skip a step by this worker's own overflow, the others "
+                "would not skip the same one, and they would not meet again. Nothing of this step was applied; use bf16, which needs no "
+                "scaler, or an exact strategy (ddp, ps) without --sync-every."
+            )
 
 
 def _norm_over_stages(owners: Iterable[Tensor | None]) -> float | None:
