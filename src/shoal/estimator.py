@@ -30,7 +30,7 @@ from shoal.train.arguments.arrays import batches_of_arrays
 from shoal.train.callbacks.base import Callback
 from shoal.train.callbacks.logs import TensorBoard
 from shoal.train.callbacks.monitored import ModelCheckpoint, StopAtStep
-from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint, step_path
 from shoal.train.checkpoint.storage import MANIFEST, Place
 from shoal.train.trainer import Trainer
 
@@ -135,6 +135,36 @@ class SummarySaverHook(TensorBoard):
     """Writes loss, learning rate and metrics for TensorBoard."""
 
 
+class _Saver(ModelCheckpoint):
+    """Saves the last step too, as an Estimator does: whoever comes next goes on from there."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._save(trainer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """Where an Estimator of this script has trained to."""
+
+    trainer: Trainer
+    path: str
+    """Its last checkpoint."""
+
+    position: tuple[int, int]
+    """Epoch and step of it."""
+
+    first: tuple[int, int]
+    """Epoch and step at which the fit began that saved it."""
+
+
+_LATEST: dict[str, _Trained] = {}
+"""By model_dir, over all Estimators of this process."""
+
+
+def _no_loss(output: Any, target: Any) -> Tensor:
+    raise ConfigError("model_fn returned no loss for mode 'infer', and one was asked for.")
+
+
 class Estimator:
     """Trains, evaluates and serves what `model_fn` builds; one process or many, by the strategy of the launch."""
 
@@ -151,8 +181,9 @@ class Estimator:
                 f"model_dir is '{model_dir}' in the Estimator and '{self.config.model_dir}' in its RunConfig. Nothing was trained; say it once."
             )
         self.model_dir = model_dir or self.config.model_dir or str(jobs.current().run_dir / "checkpoints")
-        self._trainer: Trainer | None = None
-        self._spec: EstimatorSpec | None = None
+        self._is_own_dir = (model_dir or self.config.model_dir) is not None
+        self._built: dict[ModeKeys, tuple[Trainer, EstimatorSpec]] = {}
+        self._held: dict[ModeKeys, tuple[str, int]] = {}  # path and global step of the weights a pass has
 
     def train(
         self,
@@ -161,36 +192,45 @@ class Estimator:
         steps: int | None = None,
         max_steps: int | None = None,
         validation: Any = None,
+        validation_steps: int | None = None,
     ) -> Estimator:
         """Train `steps` more, or up to the global step `max_steps`, or else once over what input_fn gives."""
         if steps is not None and max_steps is not None:
             raise ConfigError(
                 f"train(steps={steps}, max_steps={max_steps}): give one of them. Nothing was trained."
             )
-        batches, resume, first = _batches(input_fn), None, (0, 0)
-        start = (0, 0)
-        if self._trainer is None or self._spec is None or self._spec.mode is not ModeKeys.TRAIN:
-            resume = self._newest_before_this_job()
-            if resume is not None:
-                saved = open_checkpoint(resume).progress
-                start = (saved["epoch"], saved["step"])
-                first = (saved["fit"]["first_epoch"], saved["fit"]["first_step"])
-            trainer = self._build(ModeKeys.TRAIN, batches, hooks)
-        else:
-            trainer = self._trainer
+        batches, resume, start, first = _batches(input_fn), None, (0, 0), (0, 0)
+        trainer, latest = self._trained(), self._latest()
+        if trainer is not None:
             start = first = (trainer.epoch, trainer.step)
+        elif latest is not None:
+            resume, start, first = latest.path, latest.position, latest.first
+        elif (resume := self._newest_before_this_job()) is not None:
+            saved = open_checkpoint(resume).progress
+            start = (saved["epoch"], saved["step"])
+            first = (saved["fit"]["first_epoch"], saved["fit"]["first_step"])
         last = start[1] + steps if steps is not None else max_steps
         if last is not None and last <= start[1]:
             return self
         self._refuse_short_input(batches, last, start)
+        if trainer is not None:
+            spec = self._built[ModeKeys.TRAIN][1]
+            trainer.replace_callbacks(self._callbacks(spec, hooks))
+        else:
+            trainer, spec = self._build(ModeKeys.TRAIN, batches, hooks)
         trainer.fit(
             batches,
             epochs=None if batches.is_endless else start[0] - first[0] + 1,
             max_steps=last - first[1] if last is not None else None,
             validation_data=validation,
             validate_every=self.config.save_checkpoints_steps if validation is not None else None,
+            validation_steps=validation_steps if validation is not None else None,
             resume=resume,
         )
+        self._built[ModeKeys.TRAIN] = trainer, spec
+        if self._is_own_dir:
+            path = step_path(self.model_dir, trainer.step)
+            _LATEST[self.model_dir] = _Trained(trainer, path, (trainer.epoch, trainer.step), first)
         # A hook may have ended it: at its step, or by trainer.stop().
         wanted = min([last, *trainer.callbacks.last_steps]) if last is not None else 0
         if last is not None and trainer.step < wanted and not trainer.control.stop:
@@ -203,28 +243,29 @@ class Estimator:
     def evaluate(self, input_fn: InputFn, steps: int | None = None) -> dict[str, float]:
         """Loss, metrics and global_step of the newest weights."""
         batches = _batches(input_fn)
-        trainer = self._for_pass(ModeKeys.EVAL, batches)
-        return {**trainer.evaluate(batches, steps=steps), "global_step": float(self._global_step)}
+        trainer, _ = self._for_pass(ModeKeys.EVAL, batches)
+        measured = trainer.evaluate(batches, steps=steps)
+        return {**measured, "global_step": float(self._held[ModeKeys.EVAL][1])}
 
     def predict(self, input_fn: InputFn) -> Iterator[Any]:
         """A prediction for each sample, in their order."""
         batches = _batches(input_fn)
-        trainer = self._for_pass(ModeKeys.PREDICT, batches)
+        trainer, spec = self._for_pass(ModeKeys.PREDICT, batches)
         output: Any = trainer.predict(batches)
-        assert self._spec is not None
-        if self._spec.predictions is not None:
-            output = self._spec.predictions(output)
+        if spec.predictions is not None:
+            output = spec.predictions(output)
         for row in range(len(tensors(output)[0])):
             yield map_tensors(lambda tensor, at=row: tensor[at], output)  # type: ignore[misc]
 
     def export(self, export_dir: str, serving_input_fn: Callable[[], Any] | None = None) -> str:
         """The newest weights as model/model.safetensors; with example inputs also program.pt2, which needs none of the code."""
-        if self._trainer is None:
+        trainer = self._trained() or next((self._built[mode][0] for mode in self._held), None)
+        if trainer is None:
             raise ConfigError(
                 "export needs trained weights: call train or evaluate first. Nothing was written."
             )
         folder = Path(export_dir)
-        self._trainer.save(folder / "model")
+        trainer.save(folder / "model")
         if serving_input_fn is not None and jobs.rank() == 0:
             given = serving_input_fn()
             args = given if isinstance(given, tuple) else (given,)
@@ -241,7 +282,9 @@ class Estimator:
 
     # ---- building --------------------------------------------------------------------------------
 
-    def _build(self, mode: ModeKeys, batches: Batches, hooks: Sequence[Callback] = ()) -> Trainer:
+    def _build(
+        self, mode: ModeKeys, batches: Batches, hooks: Sequence[Callback] = ()
+    ) -> tuple[Trainer, EstimatorSpec]:
         features, labels = _first(batches)
         spec, config = self._call_model_fn(mode, features, labels), self.config
         needed = {"loss": mode is not ModeKeys.PREDICT, "optimizer": mode is ModeKeys.TRAIN}
@@ -251,34 +294,33 @@ class Estimator:
                 f"model_fn returned an EstimatorSpec without {' and '.join(lacking)} for mode '{mode}'. Nothing was trained; to train it needs "
                 "loss= and optimizer=, to evaluate loss=, to predict neither."
             )
-        callbacks = [*spec.training_hooks, *hooks]
-        if mode is ModeKeys.TRAIN:
-            callbacks.append(
-                ModelCheckpoint(
-                    directory=self.model_dir,
-                    every_steps=config.save_checkpoints_steps,
-                    every_s=config.save_checkpoints_secs
-                    or (None if config.save_checkpoints_steps else 600.0),
-                    every_epochs=1,
-                    keep_last=config.keep_checkpoint_max,
-                    keep_every_hours=config.keep_checkpoint_every_n_hours,
-                )
-            )
-            if config.save_summary_steps is not None:
-                callbacks.append(TensorBoard(every_steps=config.save_summary_steps))
-        self._spec = spec
-        self._trainer = Trainer(
+        is_trained = mode is ModeKeys.TRAIN
+        trainer = Trainer(
             spec.model,
-            loss=spec.loss if spec.loss is not None else "mse",  # predict never asks it
-            optimizer=spec.optimizer if mode is ModeKeys.TRAIN else None,
-            scheduler=spec.scheduler if mode is ModeKeys.TRAIN else None,
-            metrics=spec.eval_metric_ops,
-            callbacks=callbacks,
+            loss=spec.loss if spec.loss is not None else _no_loss,
+            optimizer=spec.optimizer if is_trained else None,
+            scheduler=spec.scheduler if is_trained else None,
+            metrics=spec.eval_metric_ops if mode is not ModeKeys.PREDICT else (),
+            callbacks=self._callbacks(spec, hooks) if is_trained else (),
             seed=config.tf_random_seed,
             params=self.params or None,
             **spec.scaffold,
         )
-        return self._trainer
+        return trainer, spec
+
+    def _callbacks(self, spec: EstimatorSpec, hooks: Sequence[Callback]) -> list[Callback]:
+        config = self.config
+        saver = _Saver(
+            directory=self.model_dir,
+            every_steps=config.save_checkpoints_steps,
+            every_s=config.save_checkpoints_secs or (None if config.save_checkpoints_steps else 600.0),
+            every_epochs=1,
+            keep_last=config.keep_checkpoint_max,
+            keep_every_hours=config.keep_checkpoint_every_n_hours,
+        )
+        every = config.save_summary_steps
+        summaries = [TensorBoard(every_steps=every)] if every is not None else []
+        return [*spec.training_hooks, *hooks, saver, *summaries]
 
     def _call_model_fn(self, mode: ModeKeys, features: Any, labels: Any) -> EstimatorSpec:
         torch.manual_seed(
@@ -293,22 +335,37 @@ class Estimator:
             )
         return spec
 
-    def _for_pass(self, mode: ModeKeys, batches: Batches) -> Trainer:
-        """The Trainer that has trained; else one with the newest checkpoint of model_dir."""
-        if self._trainer is not None and (mode is ModeKeys.EVAL or self._spec is not None):
-            return self._trainer
-        newest = self._newest_before_this_job()
-        if newest is None:
+    def _for_pass(self, mode: ModeKeys, batches: Batches) -> tuple[Trainer, EstimatorSpec]:
+        """The mode's own Trainer, with the weights that were trained; else with those of model_dir's newest checkpoint."""
+        trained, latest = self._trained(), self._latest()
+        if trained is not None:
+            path, step = str(trained.run_dir / f"estimator-{trained.number}"), trained.step
+        elif latest is not None:
+            path, step = latest.path, latest.position[1]
+        elif (newest := self._newest_before_this_job()) is not None:
+            path, step = newest, int(open_checkpoint(newest, verify=False).progress["step"])
+        else:
             raise NoCheckpoint(path=self.model_dir, reason="nothing was trained in it yet; call train first")
-        trainer = self._build(mode, batches)
-        trainer.load(newest)
-        self._loaded_step = int(open_checkpoint(newest, verify=False).progress["step"])
-        return trainer
+        if mode not in self._built:
+            self._built[mode] = self._build(mode, batches)
+        trainer, spec = self._built[mode]
+        if self._held.get(mode) != (path, step):
+            if trained is not None and (path, step) not in self._held.values():
+                trained.save(path)
+            trainer.at_hand = batches
+            trainer.load(path)
+            self._held[mode] = path, step
+        return trainer, spec
 
-    @property
-    def _global_step(self) -> int:
-        assert self._trainer is not None
-        return self._trainer.step or getattr(self, "_loaded_step", 0)
+    def _trained(self) -> Trainer | None:
+        """The Trainer that has trained here, unless another Estimator has since gone on from what it saved."""
+        trainer = self._built[ModeKeys.TRAIN][0] if ModeKeys.TRAIN in self._built else None
+        latest = self._latest()
+        return trainer if latest is None or latest.trainer is trainer else None
+
+    def _latest(self) -> _Trained | None:
+        """What this script has trained in model_dir. By the script's own account: in a launched job files may be newer."""
+        return _LATEST.get(self.model_dir) if self._is_own_dir and jobs.current().launched else None
 
     def _newest_before_this_job(self) -> str | None:
         """A worker that replaces another runs the script again: what its own job saved meanwhile is not where that began."""
@@ -345,6 +402,7 @@ def train_and_evaluate(
         hooks=train_spec.hooks,
         max_steps=train_spec.max_steps,
         validation=_batches(eval_spec.input_fn),
+        validation_steps=eval_spec.steps,
     )
     return estimator.evaluate(eval_spec.input_fn, steps=eval_spec.steps), None
 

@@ -11,6 +11,7 @@ torch's of the same name. After fit the weights are in the Keras model again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,9 +20,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shoal.config import job as jobs
 from shoal.data.tree import map_leaves
 from shoal.errors import ConfigError
+from shoal.parallel.protocol import Piece
+from shoal.parallel.state import MODEL
 from shoal.train.callbacks.base import Callback
+from shoal.train.checkpoint.checkpoint import write_checkpoint
 from shoal.train.trainer import Trainer
 
 
@@ -60,6 +65,7 @@ class KerasModule(nn.Module):
         for each in model.non_trainable_variables:
             if each.path not in self._seeds:
                 self.register_buffer(each.path, each.value.detach().clone())
+        self.names = {*self._trained, *self._kept} - self._seeds
         self.penalties = [
             (each.path, each.regularizer) for each in model.trainable_variables if each.regularizer
         ]
@@ -85,7 +91,9 @@ class DistributedModel:
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         self._model, self._options = model, options
         self._trainer: Trainer | None = None
-        self._compiled: Any = None
+        self._compiled: tuple[Any, ...] = ()
+        self._names: set[str] = set()
+        self._known: dict[str, Tensor] = {}  # values of the variables that the Trainer has too
 
     def fit(
         self,
@@ -108,7 +116,7 @@ class DistributedModel:
             num = int(len(next(iter(_leaves(x)))) * (1 - validation_split))
             validation_data = map_leaves(lambda _, each: each[num:], (x, y))
             x, y = map_leaves(lambda _, each: each[:num], (x, y))
-        trainer = self._built(x, callbacks)
+        trainer = self._built(x, callbacks, is_fit=True)
         said: dict[str, Any] = (
             {} if y is None and not _is_raw(x) else {"batch_size": batch_size, "shuffle": shuffle}
         )
@@ -136,36 +144,70 @@ class DistributedModel:
         predicted = self._built(x).predict(x, batch_size=batch_size)
         return map_leaves(lambda _, each: each.numpy() if isinstance(each, Tensor) else each, predicted)
 
-    def _built(self, x: Any, callbacks: Any = None) -> Trainer:
+    def _built(self, x: Any, callbacks: Any = None, *, is_fit: bool = False) -> Trainer:
         """The Trainer of this compile(), built with the first data."""
         model = self._model
         if not getattr(model, "compiled", False):
             raise ConfigError(
                 "the Keras model is not compiled. Nothing was trained; call model.compile(optimizer=..., loss=...) first."
             )
-        if self._trainer is not None and self._compiled is model.optimizer and callbacks is None:
-            return self._trainer
-        if not model.built:
-            with torch.no_grad():
-                model(map_leaves(lambda _, each: torch.as_tensor(np.asarray(each[:1])), x))
         for each in callbacks or ():
             if not isinstance(each, Callback):
                 raise ConfigError(
                     f"{type(each).__name__} is a callback of Keras, which would run on one worker's part of a batch. Nothing was trained; "
                     "shoal.callbacks has EarlyStopping, ModelCheckpoint, ReduceLROnPlateau, TensorBoard and CSVLog."
                 )
-        module = KerasModule(model)
-        options = {**_optimizer_options(model.optimizer), "progress": True, **self._options}
-        metrics = [name for name in _metric_names(model) if name is not None]
-        self._compiled = model.optimizer
-        self._trainer = Trainer(
-            module,
-            loss=_loss(model, module),
-            metrics={_name(each): mean_metric(each) for each in metrics},
-            callbacks=[*options.pop("callbacks", ()), *(callbacks or ())],
-            **options,
-        )
+        own = [*self._options.get("callbacks", ()), *(callbacks or ())]
+        metrics = [each for each in _metric_names(model) if each is not None]
+        compiled = (model.optimizer, model.loss, *metrics)
+        if self._trainer is not None and self._compiled == compiled:
+            if is_fit:
+                self._trainer.replace_callbacks(own)
+            self._give_weights(self._trainer)
+            return self._trainer
+        if self._compiled and self._compiled[0] is model.optimizer and jobs.rank() == 0:
+            print(
+                "note: compile() gave the optimizer of before another loss or other metrics: what it has gathered (moments, steps of a "
+                "schedule) begins anew",
+                file=sys.stderr,
+                flush=True,
+            )
+        if not model.built:
+            with torch.no_grad():
+                model(map_leaves(lambda _, each: torch.as_tensor(np.asarray(each[:1])), x))
+        module, given = KerasModule(model), self._options
+        options: dict[str, Any] = {
+            **(_optimizer_options(model.optimizer) if "optimizer" not in given else {}),
+            "progress": True,
+            **given,
+            "metrics": _all_metrics(metrics, given.get("metrics", {})),
+            "callbacks": own,
+        }
+        self._trainer, self._compiled = Trainer(module, loss=_loss(model, module), **options), compiled
+        self._names = module.names
+        self._remember()
         return self._trainer
+
+    def _remember(self) -> None:
+        self._known = {name: value.clone() for name, value in self._values().items()}
+
+    def _values(self) -> dict[str, Tensor]:
+        return {each.path: each.value.detach() for each in self._model.variables if each.path in self._names}
+
+    def _give_weights(self, trainer: Trainer) -> None:
+        """What load_weights, set_weights or assign has put into the Keras model since, under any strategy."""
+        now = self._values()
+        if all(torch.equal(value, self._known[name]) for name, value in now.items()):
+            return
+        path = trainer.run_dir / "keras-given"
+        if jobs.rank() == 0:  # load waits until every rank calls it
+            pieces = [
+                Piece(MODEL + name, value, tuple(value.shape), (0,) * value.dim())
+                for name, value in now.items()
+            ]
+            write_checkpoint(path, pieces, progress={"step": trainer.step, "epoch": trainer.epoch})
+        trainer.load(path)
+        self._remember()
 
     def _take_weights(self, trainer: Trainer) -> None:
         """Whatever the strategy did with them, the Keras model has the trained weights: for save() and get_weights()."""
@@ -175,6 +217,7 @@ class DistributedModel:
         for each in self._model.variables:
             if each.path in held:
                 each.assign(held[each.path])
+        self._remember()
 
 
 def _loss(model: Any, module: KerasModule) -> Callable[[Any, Any], Tensor]:
@@ -220,6 +263,7 @@ def _optimizer_options(optimizer: Any) -> dict[str, Any]:
             "alpha": config.get("rho"),
             "eps": config.get("epsilon"),
             "momentum": config.get("momentum"),
+            "centered": config.get("centered"),
         },
         "Adagrad": {
             "initial_accumulator_value": config.get("initial_accumulator_value"),
@@ -247,12 +291,11 @@ def _rate(optimizer: Any) -> tuple[float, Callable[[Any], Any] | None]:
     planned = optimizer._learning_rate
     if not callable(planned):
         return float(optimizer.learning_rate), None
-    first = float(planned(0))
 
     def schedule(built: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(built, lambda step: float(planned(step)) / first)
+        return torch.optim.lr_scheduler.LambdaLR(built, lambda step: float(planned(step)))
 
-    return first, schedule
+    return 1.0, schedule  # of which the plan is a multiple, wherever it begins
 
 
 def _metric_names(model: Any) -> list[Any]:
@@ -260,6 +303,16 @@ def _metric_names(model: Any) -> list[Any]:
         getattr(model._compile_metrics, "_user_metrics", None) if model._compile_metrics is not None else None
     )
     return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _all_metrics(compiled: list[Any], given: Any) -> Any:
+    """Those of compile() first, then those of torchmetrics that distribute() was given."""
+    named = {_name(each): mean_metric(each) for each in compiled}
+    if not named or isinstance(given, Mapping):
+        return {**named, **given} if named else given
+    from torchmetrics import MetricCollection
+
+    return [*(MetricCollection({name: each}) for name, each in named.items()), *given]
 
 
 def _name(metric: Any) -> str:

@@ -54,6 +54,89 @@ def test_keras_models_train_as_by_keras_alone(
     assert _numbers(job.output()) == pytest.approx(alone, abs=1e-3)
 
 
+@pytest.fixture
+def start(keras: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Compiled models of one layer, all with the same first weights."""
+    import shoal
+    from shoal.config import job
+
+    monkeypatch.setattr(job, "_current", job.Job(name="test", run_dir=tmp_path / "run"))
+
+    def build(options: dict[str, Any] | None = None, *, plain: bool = False, **compiled: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1, name="dense")])
+        model = model if plain else shoal.keras.distribute(model, progress=False, **options or {})
+        model.compile(**{"optimizer": keras.optimizers.Adam(0.05), "loss": "mse"} | compiled)
+        return model
+
+    return build
+
+
+def _data() -> tuple[Any, Any]:
+    import numpy as np
+
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    return x, x.sum(1, keepdims=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_and_losses_set_after_a_fit_are_those_that_count(start: Callable[..., Any]) -> None:
+    import numpy as np
+
+    from shoal.callbacks import Callback
+
+    x, y = _data()
+    ours, plain = start(), start(plain=True)
+    first = ours.get_weights()
+    for model in (ours, plain):
+        model.fit(x, y, epochs=2, shuffle=False, verbose=0)
+        model.set_weights([2 * each for each in first])
+    assert ours.evaluate(x, y) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-4)
+    assert np.allclose(ours.predict(x), plain.predict(x, verbose=0), atol=1e-5)
+    seen: list[int] = []
+
+    class Watching(Callback):
+        def on_epoch_end(self, trainer: Any, logs: dict[str, float]) -> None:
+            seen.append(trainer.step)
+
+    ours.fit(x, y, shuffle=False, callbacks=[Watching()])  # with the moments of the fit before
+    plain.fit(x, y, shuffle=False, verbose=0)
+    ours.fit(x, y, shuffle=False)
+    plain.fit(x, y, shuffle=False, verbose=0)
+    assert seen == [6]
+    for one, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        assert np.allclose(one, other, atol=1e-4)
+    for model in (ours, plain):
+        model.compile(optimizer=model.optimizer, loss="mae")
+    assert ours.evaluate(x, y) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cures_that_errors_name_are_cures(keras: Any, start: Callable[..., Any]) -> None:
+    import numpy as np
+    import torch
+    from torchmetrics import MeanAbsoluteError
+
+    x, y = _data()
+    for metrics in ([MeanAbsoluteError()], {"mean_absolute_error": MeanAbsoluteError()}):
+        measured = start({"metrics": metrics}, metrics=["mse"]).evaluate(x, y, return_dict=True)
+        assert list(measured) == ["loss", "mse", "mean_absolute_error"]
+        assert measured["mse"] == pytest.approx(measured["loss"], rel=1e-5)
+    own = start({"optimizer": lambda params: torch.optim.SGD(params, 0.1)}, optimizer="ftrl")
+    losses = own.fit(x, y, epochs=3).history["loss"]
+    assert losses[-1] < losses[0] / 2
+    rates = keras.optimizers.schedules
+    for optimizer in (
+        lambda: keras.optimizers.RMSprop(0.01, rho=0.5, centered=True),
+        lambda: keras.optimizers.SGD(rates.CosineDecay(0.0, 8, warmup_target=0.1, warmup_steps=4)),
+    ):
+        ours, plain = start(optimizer=optimizer()), start(plain=True, optimizer=optimizer())
+        ours.fit(x, y, batch_size=8, shuffle=False)
+        plain.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        for one, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+            assert np.allclose(one, other, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_has_no_counterpart_is_refused_in_one_paragraph(
     keras: Any, monkeypatch: pytest.MonkeyPatch

@@ -11,12 +11,23 @@ import torch
 from examples_expected import FOLDER, numbers
 from launched import Launched
 from torch import nn
+from torchmetrics import MeanAbsoluteError
 
 import shoal
 from shoal import Faults
+from shoal.callbacks import EMA, Callback
 from shoal.config import job
 from shoal.errors import ConfigError, NoCheckpoint
-from shoal.estimator import Estimator, EstimatorSpec, ModeKeys, RunConfig, StopAtStepHook
+from shoal.estimator import (
+    Estimator,
+    EstimatorSpec,
+    EvalSpec,
+    ModeKeys,
+    RunConfig,
+    StopAtStepHook,
+    TrainSpec,
+    train_and_evaluate,
+)
 from shoal.train.checkpoint.checkpoint import list_checkpoints
 
 
@@ -74,6 +85,92 @@ def test_steps_are_more_and_max_steps_is_the_whole(tmp_path: Path) -> None:
     later.train(lambda: data().repeat().batch(8), hooks=[StopAtStepHook(14)], max_steps=20)
     assert later.evaluate(lambda: data().batch(8), steps=1)["global_step"] == 14
     assert len(list(later.predict(lambda: data(3).batch(2)))) == 3
+
+
+def by_mode(features: Any, labels: Any, mode: ModeKeys) -> EstimatorSpec:
+    """As TF1 has them: each mode returns its own parts alone."""
+    model = nn.Linear(4, 1)
+    if mode is ModeKeys.PREDICT:
+        return EstimatorSpec(mode=mode, model=model, predictions=lambda output: {"twice": 2 * output})
+    if mode is ModeKeys.EVAL:
+        return EstimatorSpec(
+            mode=mode,
+            model=model,
+            loss=lambda output, target: 100 + nn.functional.mse_loss(output, target),
+            eval_metric_ops={"error": MeanAbsoluteError()},
+        )
+    return EstimatorSpec(
+        mode=mode, model=model, loss="mse", optimizer=lambda weights: torch.optim.SGD(weights, 0.1)
+    )
+
+
+def test_each_mode_has_its_own_spec_in_any_order(tmp_path: Path) -> None:
+    one = Estimator(by_mode, model_dir=str(tmp_path / "model"))
+    one.train(lambda: data().repeat().batch(8), steps=3)
+    trained = one._built[ModeKeys.TRAIN][0]
+    for estimator in (one, Estimator(by_mode, model_dir=str(tmp_path / "model"))):
+        twice = torch.stack([each["twice"] for each in estimator.predict(lambda: data().batch(8))])
+        assert torch.equal(twice, 2 * torch.as_tensor(trained.predict(data().batch(8))))
+        measured = estimator.evaluate(lambda: data().batch(8))
+        assert measured["loss"] == pytest.approx(100 + trained.evaluate(data().batch(8))["loss"])
+        assert set(measured) == {"loss", "error", "global_step"}
+    before = measured
+    one.train(lambda: data().repeat().batch(8), steps=20)
+    after = one.evaluate(lambda: data().batch(8))  # the newly trained weights come over
+    assert (after["global_step"], after["loss"] < before["loss"]) == (23, True)
+    with pytest.raises(ConfigError, match="no loss for mode 'infer'"):
+        one._built[ModeKeys.PREDICT][0].evaluate(data().batch(8))
+
+
+def test_hooks_are_those_of_their_train_and_steps_bound_endless_data(tmp_path: Path) -> None:
+    one = Estimator(model_fn, ALL, RunConfig(model_dir=str(tmp_path / "model"), save_checkpoints_steps=2))
+    one.train(lambda: data().repeat().batch(8), hooks=[StopAtStepHook(2)], steps=5)
+    one.train(lambda: data().repeat().batch(8), hooks=[StopAtStepHook(4)], steps=5)
+    endless = one.evaluate(lambda: data().repeat().batch(8), steps=2)
+    assert endless == pytest.approx(one.evaluate(lambda: data(40).batch(8), steps=2))
+    assert endless["global_step"] == 4
+    with pytest.raises(ConfigError, match="EMA and SWA keep their average in the optimizer"):
+        one.train(lambda: data().repeat().batch(8), hooks=[EMA()], steps=1)
+
+    seen: list[dict[str, float]] = []
+
+    class Watching(Callback):
+        def on_validation_end(self, trainer: Any, logs: dict[str, float]) -> None:
+            seen.append(logs)
+
+    train = TrainSpec(lambda: data().repeat().batch(8), max_steps=6, hooks=[Watching()])
+    measured, _ = train_and_evaluate(one, train, EvalSpec(lambda: data().repeat().batch(8), steps=2))
+    assert seen[-1]["val_loss"] == pytest.approx(measured["loss"])
+    later = Estimator(model_fn, ALL, model_dir=str(tmp_path / "model"))
+    later.train(lambda: data().repeat().batch(8), max_steps=6)  # there already: nothing is trained
+    assert later.evaluate(lambda: data().repeat().batch(8), steps=2) == pytest.approx(measured)
+
+
+TWO = """
+import shoal, torch
+from shoal.estimator import Estimator, EstimatorSpec
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+data = lambda: shoal.Dataset.from_arrays((x, x.sum(1, keepdim=True))).repeat().batch(8)
+def model_fn(features, mode):
+    return EstimatorSpec(mode=mode, model=torch.nn.Linear(4, 1), loss="mse", optimizer=lambda p: torch.optim.Adam(p, 0.1))
+one, two = Estimator(model_fn, model_dir="model"), Estimator(model_fn, model_dir="model")
+one.train(data, steps=3)
+steps = [two.evaluate(data, steps=2)["global_step"]]
+two.train(data, steps=3)
+losses = [each.evaluate(data, steps=2) for each in (one, two)]
+one.train(data, max_steps=9)
+steps += [each["global_step"] for each in losses] + [two.evaluate(data, steps=2)["global_step"]]
+if shoal.rank() == 0:
+    print("steps", *steps, losses[0] == losses[1])
+"""
+
+
+def test_estimators_of_one_launched_script_share_their_model_dir(
+    launch_script: Callable[..., Launched],
+) -> None:
+    done = launch_script(TWO, workers=2, quiet=True, faults=Faults().kill("worker-1", at_step=5))
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    assert "steps 3.0 6.0 6.0 9.0 True" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,10 @@ class FitLoop:
         last_step: int | None,
         validation: Batches | None,
         validate_every: int | None = None,
+        validation_steps: int | None = None,
     ) -> None:
         self._trainer, self._batches, self._validation = trainer, batches, validation
-        self._validate_every = validate_every
+        self._validate_every, self._validation_steps = validate_every, validation_steps
         self._strategy, self._callbacks = trainer.strategy, trainer.callbacks
         self._progress, self._position = trainer.progress, trainer.progress.position
         self._rank, self._num_workers = trainer.data_rank, trainer.job.tasks or trainer.num_workers
@@ -523,7 +524,7 @@ class FitLoop:
             rank=self._trainer.data_rank,
             num_workers=self._trainer.num_workers,
             tick=lambda part: None,
-            num_batches=self._trainer.config.fast_dev_run,
+            num_batches=self._trainer.config.fast_dev_run or self._validation_steps or 0,
         )
         logs = {f"val_{name}": value for name, value in measured.items()}
         self._callbacks.call("on_validation_end", self._trainer, logs)

@@ -340,9 +340,7 @@ class Trainer:
         kind, ignored = self.config.loss.outputs_are, getattr(loss, "ignore_index", None)
         self.train_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
         self.evaluation_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
-        if fast_dev_run:
-            callbacks = [each for each in callbacks if not each.runs_last]  # nothing is saved
-        self.callbacks = CallbackList(callbacks, rank=self.rank)
+        self.callbacks = self._callback_list(callbacks)
         self._average_decay = average_decay(self.callbacks)
         self.verification = Verification(self.job.verify, rank=self.rank) if self.job.verify else None
         self.checkpoints = BackgroundWriter()
@@ -362,7 +360,9 @@ class Trainer:
         self._fit: FitLoop | None = None
         self._layers: list[LayerLine] = []
         self._logged: dict[str, float] = {}
-        self._at_hand: Batches | None = None
+        self.at_hand: Batches | None = None
+        """The data of the next call: pp follows the model on the first of them, to cut it."""
+
         self._fit_data: Batches | None = None  # of the fit that was last
 
     # ---- what a user calls -----------------------------------------------------------------------
@@ -378,13 +378,15 @@ class Trainer:
         shuffle: bool = True,
         validation_data: Any = None,
         validate_every: int | None = None,
+        validation_steps: int | None = None,
         resume: str | None = None,
     ) -> History:
         """Train for `epochs` passes over `data` (one by default), or `max_steps` updates, whichever ends first.
 
         `validation_data` is measured after every epoch, and with
         `validate_every=N` also after every N steps: into metrics.jsonl and the
-        callbacks' `on_validation_end`. `resume="auto"` goes on from the newest
+        callbacks' `on_validation_end`; `validation_steps` ends it after so many
+        batches. `resume="auto"` goes on from the newest
         checkpoint of the run directory, if there is one; a path goes on from
         that checkpoint.
 
@@ -394,11 +396,12 @@ class Trainer:
         """
         check_limit("epochs", epochs)
         check_limit("max_steps", max_steps)
-        check_limit("validate_every", validate_every)
-        if validate_every is not None and validation_data is None:
-            raise ConfigError(
-                "validate_every needs validation_data. Nothing was trained; give both, or neither."
-            )
+        for name, limit in (("validate_every", validate_every), ("validation_steps", validation_steps)):
+            check_limit(name, limit)
+            if limit is not None and validation_data is None:
+                raise ConfigError(
+                    f"{name} needs validation_data. Nothing was trained; give both, or neither."
+                )
         if self.config.optimizer is None:
             raise ConfigError(
                 "fit needs an optimizer: Trainer(optimizer=lambda params: torch.optim.SGD(params, lr=0.1))."
@@ -420,9 +423,14 @@ class Trainer:
         validation = None
         if validation_data is not None:
             self._refuse_evaluation("validation_data")
-            validation = batches_of(validation_data, what="validation_data", seed=config.seed)
+            validation = batches_of(
+                validation_data,
+                what="validation_data",
+                seed=config.seed,
+                may_be_endless=validation_steps is not None,
+            )
             validation = validation.for_device(config.device)
-        self._at_hand = batches
+        self.at_hand = batches
         limits = f"epochs={epochs}, max_steps={max_steps}"
         against = f", validation: {described(validation)}" if validation is not None else ""
         directories = reachable.directories_to_check(
@@ -457,6 +465,7 @@ class Trainer:
             last_step=first_step + max_steps if max_steps is not None else None,
             validation=validation,
             validate_every=validate_every,
+            validation_steps=validation_steps,
         )
         try:
             with signals_finish_the_step(), drawn_here(self.job, wanted=config.shows_progress):
@@ -487,7 +496,9 @@ class Trainer:
         """
         check_limit("steps", steps)
         self._refuse_evaluation("evaluate")
-        batches, call = self._begin_pass("evaluate", data, target, batch_size=batch_size)
+        batches, call = self._begin_pass(
+            "evaluate", data, target, batch_size=batch_size, may_be_endless=steps is not None
+        )
         if call.is_over:
             return dict(call.result)
         with drawn_here(self.job, wanted=self.config.shows_progress):
@@ -562,6 +573,16 @@ class Trainer:
     def stop(self) -> None:
         """End the running fit. Decided with the next commit, so that all ranks end after the same step."""
         self.control.stop = True
+
+    def replace_callbacks(self, callbacks: Sequence[Callback]) -> None:
+        """Other callbacks for the fits to come; model, optimizer and counts stay."""
+        given = self._callback_list(callbacks)
+        if average_decay(given) != self._average_decay:
+            raise ConfigError(
+                "EMA and SWA keep their average in the optimizer, which is built already: they cannot come, go or change between two "
+                "fits. Nothing was trained; give the same to every fit."
+            )
+        self.callbacks = given
 
     # ---- what callbacks use ----------------------------------------------------------------------
 
@@ -669,6 +690,11 @@ class Trainer:
         logged, self._logged = self._logged, {}
         return logged
 
+    def _callback_list(self, callbacks: Sequence[Callback]) -> CallbackList:
+        if self.config.fast_dev_run:
+            callbacks = [each for each in callbacks if not each.runs_last]  # nothing is saved
+        return CallbackList(callbacks, rank=self.rank)
+
     def _create(self) -> Strategy:
         if self.config.strategy is None:
             return create(self.job)
@@ -751,7 +777,7 @@ class Trainer:
             seed=config.seed,
             number=self.number,
             control=self.control,
-            first_inputs=first_inputs(self._at_hand, self.num_workers) if self._at_hand is not None else None,
+            first_inputs=first_inputs(self.at_hand, self.num_workers) if self.at_hand is not None else None,
             **settings,
         )
         refuse_hooks(self.job, model)
@@ -812,12 +838,14 @@ class Trainer:
         target: Any = None,
         *,
         batch_size: int | None = None,
+        may_be_endless: bool = False,
     ) -> tuple[Batches, Call]:
         data = batches_of_arrays(
             data, target, batch_size=batch_size, shuffle=False, seed=self.config.seed, what=kind
         )
-        batches = batches_of(data, what=kind, seed=self.config.seed).for_device(self.config.device)
-        self._at_hand = batches
+        batches = batches_of(data, what=kind, seed=self.config.seed, may_be_endless=may_be_endless)
+        batches = batches.for_device(self.config.device)
+        self.at_hand = batches
         return batches, self._begin(kind, described(batches))
 
     def _anew(self, batches: Batches) -> FitStart:
