@@ -24,7 +24,6 @@ from shoal.parallel.protocol import Strategy, TrainJob
 from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.train.calls import asked_to_leave
-from shoal.train.prediction_files import PredictionFile, write_manifest
 from shoal.train.progress import TrainingProgress
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ def predict(
     With `out` they are written there, by the ranks that are a writer, and their number is returned.
     """
     if out is not None:
+        from shoal.train.prediction_files import PredictionFile, write_manifest  # and with them pyarrow
+
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(PredictionFile(out, rank).opened()) if is_writer else None
             for part, output in _outputs(

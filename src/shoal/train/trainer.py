@@ -76,7 +76,6 @@ from shoal.train.evaluation import evaluate, metric_set, pass_reporter, predict
 from shoal.train.graph import GraphReport
 from shoal.train.loop import FitLoop
 from shoal.train.planned import check_planned
-from shoal.train.prediction_files import refuse_written
 from shoal.train.progress import FitStart, History, Position, TrainingProgress, inherit, restore, snapshot
 from shoal.train.summary import LayerLine, layer_lines, summary_text
 from shoal.train.verification import Verification, fingerprint_at_end
@@ -527,6 +526,8 @@ class Trainer:
         if call.is_over:
             return call.result
         if out is not None and self.job.incarnation == 0:
+            from shoal.train.prediction_files import refuse_written  # and with it pyarrow
+
             refuse_written(str(out))
         with drawn_here(self.job, wanted=self.config.shows_progress):
             predicted = predict(
