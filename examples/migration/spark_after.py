@@ -10,7 +10,8 @@ frame = spark.range(4096).selectExpr("cast(id % 7 as float) x", "cast(3 * (id % 
 
 
 def train(data):
-    def as_tensors(row, target):
+    def as_tensors(sample):
+        row, target = sample
         return row["x"][None], target[None]
 
     trainer = shoal.Trainer(

@@ -167,7 +167,13 @@ def test_interrupted_programs_are_not_started_again(tmp_path: Path) -> None:
     mapper = f"sh -c 'echo run >> {tmp_path}/runs; sleep 60'"
     words = ["map-reduce", "--mapper", mapper, "--reducer", "cat", "in", "out"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", *words], cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE
+        [sys.executable, "-m", "shoal", *words],
+        cwd=tmp_path,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background jobs ignore it
     )
     wait_until((tmp_path / "runs").exists)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does

@@ -155,7 +155,8 @@ def test_map_reduce_runs_as_tasks_and_a_failed_one_is_run_again(ray_address: str
         job = EngineJob(tmp_path / f"job-{number}", args, {}, program=program)
         assert job.wait() == code, job.output()
         assert words in job.output()
-        assert (f"failed on {tmp_path / 'in'}, bytes 0 to 12" in job.output()) == bool(code)
+        if code:  # Ray tells of one that is run again, too
+            assert f"failed on {tmp_path / 'in'}, bytes 0 to 12" in job.output()
     assert (tmp_path / "out-0" / "part-00000").read_text() == "a\t2\nb\t1\nb\t3\n"
     assert (tmp_path / "job-0" / "failed").exists()
     assert not list(tmp_path.glob("out-[12]"))

@@ -74,7 +74,7 @@ def open_ray(
     if not hasattr(dataset, "write_parquet") or not hasattr(dataset, "select_columns"):
         raise ConfigError(f"from_ray takes a Dataset of ray.data, but got a {type(dataset).__name__}.")
     schema = dataset.schema()
-    if schema is None:
+    if schema is None or not dataset.take(1):  # one that was filtered has a schema still
         raise ConfigError("from_ray got a Dataset without rows. Nothing was read.")
     names = chosen(schema.names, columns, "the Ray Dataset", needed=label_names(label))
     if columns is not None and options.get("where") is None:
