@@ -159,7 +159,7 @@ _PARALLEL: dict[str, tuple[str, str, str | bool]] = {
     "row_cache": (
         "ROWS",
         "With ps:ssp, ps:async and ps:hybrid: rows of each table that a worker keeps, for as many steps as ssp=K or --pull-every "
-        "allows.",
+        "allows. With ps -n 1: rows that live on the worker's device and are updated there, written back behind the steps.",
         "none",
     ),
     "fan_in": (

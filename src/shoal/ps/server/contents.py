@@ -133,6 +133,7 @@ class Update:
     # Of tables; of those that are not among them, as they were declared.
     table_settings: dict[int, dict[str, float]] = field(default_factory=dict)
     model: int = 0  # whose settings they are
+    whole_after: int = 0  # else 0: rows are values and state, after so many updates, and no gradients
 
 
 class Contents:
@@ -265,8 +266,18 @@ class Contents:
                 )
         return keys
 
-    def values(self, table: ServerTable, frame: Frame, num_rows: int, codec: str = "") -> Values:
-        """One row of values per key, as they lie in a frame; decoded, where they have a codec."""
+    def values(
+        self, table: ServerTable, frame: Frame, num_rows: int, codec: str = "", *, is_whole: bool = False
+    ) -> Values:
+        """One row of values per key, as they lie in a frame; decoded, where they have a codec. `is_whole`: with state."""
+        if is_whole:
+            rows, width = as_array(frame, table.spec.dtype, "rows"), table.dim + table.state_dim
+            if len(rows) != num_rows * width or table.policy is not None or codec:
+                raise Refusal(
+                    f"whole rows of table {table.spec.number} are {width} {table.spec.dtype}, as they are, of a table without a "
+                    f"policy; got {len(rows)} numbers for {num_rows} keys"
+                )
+            return rows.reshape(num_rows, width)
         if codec:
             return _decoded(codec, frame, (num_rows, table.spec.dim), table.dtype)
         values = as_array(frame, table.spec.dtype, "values")
@@ -321,6 +332,10 @@ class Contents:
             table = self.tables[number]
             keys, values = update.rows[number]
             self._have_settings(table, update.table_settings.get(number, {}))
+            if update.whole_after:
+                table.set_whole(keys, values)
+                table.step = update.whole_after
+                continue
             table.step = update.step
             table.apply(keys, values, update.factor)
         settings = self._groups.get(update.model, [])

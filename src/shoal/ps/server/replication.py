@@ -84,6 +84,7 @@ class StepRecord(_Record, frozen=True, tag="step"):
     norm: float  # of Commit
     exchange: Count
     notes: Notes
+    whole_after: Count = 0
 
 
 class PushesRecord(_Record, frozen=True, tag="pushes"):

@@ -71,7 +71,7 @@ class Counted:
 
 
 _SHIPPED = ("seq", "applies", "norm", "ranks", "seqs", "exchange")
-_SHIPPED_OF_UPDATE = ("factor", "step", "settings", "table_settings", "model")
+_SHIPPED_OF_UPDATE = ("factor", "step", "settings", "table_settings", "model", "whole_after")
 """Fields that a StepRecord has of a Counted, and of its Update."""
 
 
@@ -129,7 +129,8 @@ class ServerState:
         update = counted.update
         if counted.applies:
             counted.evicted = self.contents.apply(update)
-            self.applied.steps(counter_of_update(update.rows, update.model))[update.slots] += 1
+            steps = self.applied.steps(counter_of_update(update.rows, update.model))
+            steps[update.slots] = update.whole_after or steps[update.slots] + 1
         if counted.is_step:
             self.applied.version[update.slots] = counted.seq
             for rank, seq in zip(counted.ranks, counted.seqs, strict=False):
@@ -183,7 +184,8 @@ class ServerState:
         update = Update(from_bits(record.slots), **settings)
         for number in record.tables:
             keys = as_array(given.pop(0), np.int64, "keys")
-            update.rows[number] = (keys, contents.values(contents.table(number), given.pop(0), len(keys)))
+            table, is_whole = contents.table(number), bool(update.whole_after)
+            update.rows[number] = (keys, contents.values(table, given.pop(0), len(keys), is_whole=is_whole))
         for number, unused in record.chunks:
             gradient = contents.gradient(contents.chunk(number), given.pop(0))
             update.dense[number] = (gradient, tuple(unused))

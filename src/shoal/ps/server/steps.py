@@ -34,6 +34,7 @@ class Staged:
 
     rows: dict[int, tuple[Keys, Values]] = field(default_factory=dict)
     dense: dict[int, tuple[Tensor, tuple[int, ...]]] = field(default_factory=dict)
+    whole_after: int = 0  # of PushRows
 
     @property
     def num_pushes(self) -> int:
@@ -68,7 +69,13 @@ class Staging:
 
     def rows(self, peer: int, message: PushRows, keys: Keys, values: Values) -> None:
         """Keep a reference; of a repeat the first counts."""
-        self._named(peer, message.stream, message.seq).rows.setdefault(message.table, (keys, values))
+        staged = self._named(peer, message.stream, message.seq)
+        if staged.rows and staged.whole_after != message.whole_after:
+            raise Refusal(
+                "a step has gradients of rows, or whole rows after one and the same update, not both"
+            )
+        staged.rows.setdefault(message.table, (keys, values))
+        staged.whole_after = message.whole_after
 
     def dense(self, peer: int, message: PushDense, gradient: Tensor) -> None:
         """Keep a reference; of a repeat the first counts."""
@@ -216,7 +223,12 @@ class Steps:
         # Not of a contribution that is used once more: its settings were those of its own step.
         end = fresh[min(fresh)].end
         update = Update(
-            slots, step=step, settings=end.settings, table_settings=end.table_settings, model=end.model
+            slots,
+            step=step,
+            settings=end.settings,
+            table_settings=end.table_settings,
+            model=end.model,
+            whole_after=first.staged.whole_after,
         )
         squares = np.zeros(NUM_SLOTS)
         only = None if (slots == mine).all() else slots
