@@ -37,8 +37,8 @@ def _adam(values: Tensor, state: Tensor, grads: Tensor, numbers: Sequence[float]
 
 
 ON_DEVICE: dict[str, Rule] = {"sgd": _sgd, "adagrad": _adagrad, "adam": _adam}
-"""By name of the rule: change values and state in place, gradients are scratch. Each number comes out as that of the numba
-loop of the same name does, in the same order of operations."""
+"""By name of the rule: change values and state in place, gradients are scratch. In the order of operations of the numba loop of
+that name, which is what runs on a CPU: there torch's square root has other last bits."""
 
 
 def summed(places: Tensor, grads: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
@@ -75,14 +75,14 @@ class DeviceRows:
     ) -> None:
         """One update of these rows, each once, by gradients that may be written to; `step` counts updates from 1."""
         dtype = np.dtype(str(self.values.dtype).removeprefix("torch."))
-        numbers = [
-            float(number)
-            for number in np.array(self._rule.numbers(self._rule.complete(settings), step), dtype)
-        ]
-        if factor != 1.0:
-            grads = grads.mul_(float(dtype.type(factor)))
+        numbers = np.array(self._rule.numbers(self._rule.complete(settings), step), dtype)
         values, state = self.values[places], self.state[places]
-        self._update(values, state, grads, numbers)
+        if places.device.type == "cpu":
+            whole, in_order = torch.cat([values, state], dim=1), np.arange(len(places), dtype=np.int32)
+            self._rule.kernel(in_order, grads.contiguous().numpy(), whole.numpy(), factor, numbers)
+            values, state = whole[:, : values.shape[1]], whole[:, values.shape[1] :]
+        else:
+            self._update(values, state, grads if factor == 1.0 else grads.mul_(factor), numbers.tolist())
         self.values.index_copy_(0, places, values)
         if state.shape[1]:
             self.state.index_copy_(0, places, state)

@@ -139,7 +139,9 @@ class PsCached(Single):
             StepResult
         ] = []  # of steps after the anchor that are in the state this process was given
         self._step_at_anchor = self._num_steps = 0
-        self._buffers_before: dict[str, torch.Tensor] = {}  # while a forward may write into them, and back to servers
+        self._buffers_before: dict[
+            str, torch.Tensor
+        ] = {}  # while a forward may write into them, and back to servers
         self._writing: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._wrote_at: float | None = None
