@@ -76,7 +76,7 @@ class DeviceRows:
         """One update of these rows, each once, by gradients that may be written to; `step` counts updates from 1."""
         dtype = np.dtype(str(self.values.dtype).removeprefix("torch."))
         numbers = np.array(self._rule.numbers(self._rule.complete(settings), step), dtype)
-        values, state = self.values[places], self.state[places]
+        values, state = self.values.index_select(0, places), self.state.index_select(0, places)
         if places.device.type == "cpu":
             whole, in_order = torch.cat([values, state], dim=1), np.arange(len(places), dtype=np.int32)
             self._rule.kernel(in_order, grads.contiguous().numpy(), whole.numpy(), factor, numbers)

@@ -363,6 +363,7 @@ class PsCached(Single):
         for module in self._tables.modules:
             module.drop_changes()
             module.read_from_servers()
+        self._is_ahead, self._wrote_at = True, None  # of the note there: the next anchor is a recovery point
 
     def pull_weights(self) -> None:
         """A call is over: a table that is here whole is its module's weight."""

@@ -126,6 +126,11 @@ class CachedRows(RowModule):
 
     def next_step(self) -> None:
         self._now += 1
+        if self.is_resident and self.module.weight.data_ptr() != self.rows.values.data_ptr():  # type: ignore[operator, union-attr]
+            raise TrainingError(
+                f"'{self.taken.name}' was moved or replaced since its rows are trained in it (--row-cache {self._capacity}). Nothing of this "
+                "step was updated; leave the model where it is, or --row-cache out."
+            )
 
     def take_sum(self) -> tuple[Tensor, Tensor] | None:
         """Places, each once, and the sums of their gradients; None where backward never came here."""
