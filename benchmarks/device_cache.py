@@ -56,9 +56,9 @@ def measure(
             sys.executable, "-m", "shoal", "run", "-n", "1", "--servers", "1", "--strategy", "ps", "--device", device,
             *cache, "--run-dir", str(folder / "runs"), str(SCRIPT), "shoal", *own,
         ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+        return {"error": f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"}
     found = json.loads(out.read_text())
     shutil.rmtree(folder / "runs", ignore_errors=True)
     return {**found, "wall_s": round(time.monotonic() - began, 1)}
@@ -86,7 +86,7 @@ def main(quick: bool = False, minutes: float | None = None) -> None:
             write_data(folder, num_rows, num_samples)
         for number in range(1 if quick else 3):
             for num_rows in sizes:
-                for kind in KINDS if number % 2 == 0 else reversed(KINDS):
+                for kind in reversed(KINDS) if number % 2 == 0 else KINDS:
                     past = [each["wall_s"] for each in found.get((num_rows, kind), [])]
                     if past and time.monotonic() + max(past) > deadline:
                         continue
@@ -101,12 +101,15 @@ def main(quick: bool = False, minutes: float | None = None) -> None:
                         1.0 if quick else 4.0,
                         profile,
                     )
-                    found.setdefault((num_rows, kind), []).append(run)
+                    if "error" not in run:
+                        found.setdefault((num_rows, kind), []).append(run)
                     note(
                         {"benchmark": "device_cache", "round": number, "rows": num_rows, "kind": kind, **run}
                     )
     for num_rows in sizes:
         for batch in BATCHES:
+            if any((num_rows, kind) not in found for kind in KINDS):
+                continue  # its error was told
             rate = {
                 kind: statistics.median(run["samples_per_s"][str(batch)] for run in found[num_rows, kind])
                 for kind in KINDS
