@@ -21,17 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.config import placement
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.embedding.rules import RULES
 from shoal.errors import ConfigError
 from shoal.parallel.compute import place
 from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
-from shoal.parallel.ps.cached_rows import CachedRows
 from shoal.parallel.ps.exact import Ps
 from shoal.parallel.ps.rows import PlacedEmbedding, RowModule, describe
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import PsSession, ps_session
+from shoal.parallel.ps.worker_rows import WorkerRows
 from shoal.parallel.single import Single
 from shoal.parallel.state import (
     MODEL,
@@ -51,8 +52,9 @@ from shoal.ps.client.kv import declared_tables
 from shoal.ps.client.step import Decision, PushStep
 from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import Part
-from shoal.runtime import recorder
+from shoal.runtime import memory, recorder
 from shoal.runtime.failpoints import failpoint
+from shoal.runtime.transport.arena import ArenaConfig
 
 MIN_INTERVAL_S = 2.0
 """Between two recovery points, where --snapshot-every does not say. A death repeats about as many seconds of steps."""
@@ -60,8 +62,12 @@ MIN_INTERVAL_S = 2.0
 SHARE_OF_TIME = 0.25
 """Of which at most the servers write: a recovery point that takes longer makes the next one later."""
 
-MAX_CHANGED_BYTES = 2 << 30
-"""Of rows that changed: they are copied on the device and in memory shared with the servers, until these have them."""
+LEAST_CHANGED_BYTES, SHARE_OF_MEMORY = 256 << 20, 8
+"""Rows that changed are copied on the device and in memory shared with the servers until these have them: at most an eighth of
+what is free of either when the worker starts."""
+
+PIECE_BYTES = 64 << 20
+"""Of rows that are pushed at a time: buffers of one size are used again."""
 
 
 def for_job(job: Job) -> Ps | PsCached:
@@ -79,7 +85,7 @@ class CachedModel(ServedModel):
         assert self._launched.row_cache is not None
         weight = getattr(taken.module, "weight", None)
         try:
-            return CachedRows(
+            return WorkerRows(
                 taken,
                 number,
                 self._group,
@@ -102,7 +108,7 @@ class _Tables:
 
     def __init__(self, model: CachedModel, num_updates: int) -> None:
         self.model, self.num_updates = model, num_updates
-        self.modules = [module for module in model.rows if isinstance(module, CachedRows)]
+        self.modules = [module for module in model.rows if isinstance(module, WorkerRows)]
 
     def sum_of_squares(self) -> float:
         return sum(module.sum_of_squares() for module in self.modules)
@@ -142,6 +148,8 @@ class PsCached(Single):
         self._buffers_before: dict[
             str, torch.Tensor
         ] = {}  # while a forward may write into them, and back to servers
+        self._most_bytes = _room_for_changes(job)
+        self._session.group.arena = ArenaConfig(limit_bytes=max(4 << 30, 2 * self._most_bytes))
         self._writing: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._wrote_at: float | None = None
@@ -195,7 +203,7 @@ class PsCached(Single):
 
     def _is_due(self) -> bool:
         assert self._tables is not None
-        if self._has_changed_more_than(MAX_CHANGED_BYTES):
+        if self._has_changed_more_than(self._most_bytes):
             return True
         if self._wrote_at is None or not self._session.is_inside_call:
             return True
@@ -237,11 +245,13 @@ class PsCached(Single):
             try:
                 with stream:
                     for number, keys, rows in changed:
-                        if len(keys):
-                            step.push_whole(number, keys, rows, num_updates)
+                        length = max(1, PIECE_BYTES // (rows.shape[1] * rows.element_size()))
+                        for at in range(0, len(keys), length):
+                            piece = slice(at, at + length)
+                            step.push_whole(number, keys[piece], rows[piece])
                 vector = np.array([1.0, 0.0, 0.0, 0.0, 0.0])  # of one sample, and a loss that is finite
                 where = {"exchange": seq - 1, "anchored_at": seq, "model": self._job.number}
-                step.end(vector, note, rank=0, **where)
+                step.end(vector, note, rank=0, whole_after=num_updates, **where)
                 failpoint("worker: exchange begun")
                 session.group.finish(step)
                 failpoint("worker: exchange finished, not committed")
@@ -428,6 +438,14 @@ class PsCached(Single):
         self._tables.num_updates = plain["num_updates"]
         if self._session.is_between_calls:
             self.pull_weights()
+
+
+def _room_for_changes(job: Job) -> int:
+    free = [memory.available_bytes()]
+    device = torch.device(placement.of_job(job).devices[job.rank])
+    if device.type == "cuda":
+        free.append(torch.cuda.mem_get_info(device)[0])
+    return max(LEAST_CHANGED_BYTES, min(free) // SHARE_OF_MEMORY)
 
 
 def _result(plain: dict[str, Any]) -> StepResult:

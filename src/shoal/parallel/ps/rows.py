@@ -210,7 +210,7 @@ class RowModule:
     """
 
     is_resident = False
-    """True where the module's own weight is what is trained: `cached_rows.py`."""
+    """True where the module's own weight is what is trained: `worker_rows.py`."""
 
     def __init__(self, taken: PlacedEmbedding, number: int, group: Group, *, seed: int) -> None:
         self.taken, self.module = taken, taken.module

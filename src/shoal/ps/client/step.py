@@ -312,7 +312,7 @@ class PushStep:
     # True where a server had ended the step before this push came; strategies that do not wait for all.
     is_late: bool = False
     _rows: list[tuple[int, NDArray[np.int64], NDArray[Any]]] = field(default_factory=list)
-    _whole: list[tuple[int, NDArray[np.int64], Tensor, int]] = field(default_factory=list)
+    _whole: list[tuple[int, NDArray[np.int64], Tensor]] = field(default_factory=list)
     _dense: list[_Dense] = field(default_factory=list)
     _end: msg.StepEnd | None = None
     _frames: tuple[bytes, bytes] = (b"", b"")
@@ -330,11 +330,11 @@ class PushStep:
         with recorder.PUSH:
             self._now(lambda: self._send_rows(table, keys, values))
 
-    def push_whole(self, table: int, keys: NDArray[np.int64], rows: Tensor, num_updates: int) -> None:
-        """Rows as they shall be, values and state side by side on any device, after so many updates; as `push_rows` otherwise."""
-        self._whole.append((table, keys, rows, num_updates))
+    def push_whole(self, table: int, keys: NDArray[np.int64], rows: Tensor) -> None:
+        """Rows as they shall be, values and state side by side on any device; as `push_rows` otherwise."""
+        self._whole.append((table, keys, rows))
         with recorder.PUSH:
-            self._now(lambda: self._send_whole(table, keys, rows, num_updates))
+            self._now(lambda: self._send_whole(table, keys, rows))
 
     def chunk_memory(self, chunk: int, slot: int, nbytes: int) -> memoryview:
         """Memory for a chunk's gradient, to be written before `push_dense`."""
@@ -401,10 +401,13 @@ class PushStep:
                 self.decision = self.decide(self._vector_of(summed[0]), norm)
             decision = self.decision
             commit = msg.Commit(group.view, self.seq, decision.factor, decision.apply, decision.norm)
-            tickets = {server: group.send(server, commit, [], self._into[server][:1]) for server in summed}
-            with recorder.WAIT:
-                for server, ticket in tickets.items():
-                    answers[server] = group.wait(server, ticket)[0]
+            # A recovery point counts with its note first: a replacement that finds the note has it count everywhere.
+            first = [server for server in summed if server == group.owner(0)] if self._is_whole else []
+            for some in filter(None, (first, [server for server in summed if server not in first])):
+                tickets = {server: group.send(server, commit, [], self._into[server][:1]) for server in some}
+                with recorder.WAIT:
+                    for server, ticket in tickets.items():
+                        answers[server] = group.wait(server, ticket)[0]
         done = [answer for answer in answers.values() if isinstance(answer, msg.Committed)]
         assert len(done) == len(answers), answers
         self.committed = min(done, key=lambda answer: answer.updates)
@@ -413,6 +416,10 @@ class PushStep:
         self.is_late = any(answer.late for answer in done)
         self.num_updates = max(answer.updates for answer in done)
         self.vector = self._vector_of(min(answers))
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._end is not None and self._end.whole_after > 0
 
     def release(self) -> None:
         for link, buffer in self._held:
@@ -454,8 +461,8 @@ class PushStep:
             pushed = msgspec.structs.replace(message, keys=name) if name else message
             self._push(server, pushed, [of_keys, of_rows])
 
-    def _send_whole(self, table: int, keys: NDArray[np.int64], rows: Tensor, num_updates: int) -> None:
-        message = msg.PushRows(self.group.view, self.stream, self.seq, table, whole_after=num_updates)
+    def _send_whole(self, table: int, keys: NDArray[np.int64], rows: Tensor) -> None:
+        message = msg.PushRows(self.group.view, self.stream, self.seq, table, is_whole=True)
         for server, places in by_server(table, keys, self.group):
             name, of_keys = _key_frame(self.group, server, keys, places, self._alloc)
             some = rows if places is None else rows[torch.from_numpy(places).to(rows.device)]

@@ -133,7 +133,9 @@ class Update:
     # Of tables; of those that are not among them, as they were declared.
     table_settings: dict[int, dict[str, float]] = field(default_factory=dict)
     model: int = 0  # whose settings they are
-    whole_after: int = 0  # else 0: rows are values and state, after so many updates, and no gradients
+    # Instead of gradients: table, keys, and their values and state after `whole_after` updates, in several pieces.
+    whole: list[tuple[int, Keys, Values]] = field(default_factory=list)
+    whole_after: int = 0
 
 
 class Contents:
@@ -332,12 +334,11 @@ class Contents:
             table = self.tables[number]
             keys, values = update.rows[number]
             self._have_settings(table, update.table_settings.get(number, {}))
-            if update.whole_after:
-                table.set_whole(keys, values)
-                table.step = update.whole_after
-                continue
             table.step = update.step
             table.apply(keys, values, update.factor)
+        for number, keys, values in update.whole:
+            self.tables[number].set_whole(keys, values)
+            self.tables[number].step = update.whole_after
         settings = self._groups.get(update.model, [])
         if update.settings:
             settings = [{**old, **new} for old, new in zip(settings, update.settings, strict=True)]
@@ -381,7 +382,11 @@ def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Upda
         inside = slots[slot_of(number, keys)]
         rows[number] = (keys, values) if inside.all() else (keys[inside], values[inside])
     dense = {number: each for number, each in update.dense.items() if slots[chunks[number].slot]}
-    return replace(update, slots=update.slots & slots, rows=rows, dense=dense)
+    whole = []
+    for number, keys, values in update.whole:
+        inside = slots[slot_of(number, keys)]
+        whole.append((number, keys[inside], values[inside]))
+    return replace(update, slots=update.slots & slots, rows=rows, dense=dense, whole=whole)
 
 
 def chunk_bytes(chunk: ChunkSpec) -> int:

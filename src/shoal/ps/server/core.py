@@ -563,9 +563,7 @@ class ServerCore:
             request.peer,
             message,
             keys,
-            contents.values(
-                table, request.frames[1], len(keys), message.codec, is_whole=bool(message.whole_after)
-            ),
+            contents.values(table, request.frames[1], len(keys), message.codec, is_whole=message.is_whole),
         )
         return []
 
@@ -601,6 +599,8 @@ class ServerCore:
             return self._end_again(request, message, steps)
         if message.seq > self._low + 1 and steps.mode.kind == "exact":
             raise Refusal(f"the next step here is {self._low + 1}, got the end of step {message.seq}")
+        if message.whole_after:
+            steps.forget()  # of the only worker's predecessor: what it had not told all servers to count, never will
         if message.rank not in steps.ended:
             for rank, other in steps.ended.items():
                 if len(other.vector) != len(vector):

@@ -166,11 +166,14 @@ class ServerState:
             keys, values = update.rows[table]
             frames += [raw_bytes(keys), raw_bytes(values)]
         frames += [raw_bytes(update.dense[chunk][0]) for chunk in chunks]
+        whole = update.whole if applies else []
+        frames += [raw_bytes(array) for _, keys, values in whole for array in (keys, values)]
         frames += [counted.vector.tobytes(), counted.squares.tobytes()]
         frames += [note for _, (_, note) in notes]
         record = StepRecord(
             slots=to_bits(update.slots),
             tables=tables,
+            whole=[number for number, _, _ in whole],
             chunks=[(chunk, list(update.dense[chunk][1])) for chunk in chunks],
             notes=[(rank, anchored_at) for rank, (anchored_at, _) in notes],
             **{name: getattr(counted, name) for name in _SHIPPED},
@@ -184,11 +187,14 @@ class ServerState:
         update = Update(from_bits(record.slots), **settings)
         for number in record.tables:
             keys = as_array(given.pop(0), np.int64, "keys")
-            table, is_whole = contents.table(number), bool(update.whole_after)
-            update.rows[number] = (keys, contents.values(table, given.pop(0), len(keys), is_whole=is_whole))
+            update.rows[number] = (keys, contents.values(contents.table(number), given.pop(0), len(keys)))
         for number, unused in record.chunks:
             gradient = contents.gradient(contents.chunk(number), given.pop(0))
             update.dense[number] = (gradient, tuple(unused))
+        for number in record.whole:
+            keys = as_array(given.pop(0), np.int64, "keys")
+            rows = contents.values(contents.table(number), given.pop(0), len(keys), is_whole=True)
+            update.whole.append((number, keys, rows))
         vector, squares = (as_array(given.pop(0), np.float64, "numbers") for _ in range(2))
         return Counted(
             update,

@@ -179,7 +179,7 @@ class Declared(Message, frozen=True, tag="ps-declared"):
 
 
 class PushRows(Message, frozen=True, tag="ps-push-rows"):
-    """Client to server: stage these gradients of these rows; with `whole_after`, these rows as they shall be.
+    """Client to server: stage these gradients of these rows; with `is_whole`, these rows as they shall be.
 
     Frames: int64 keys, strictly increasing, all of slots whose primary the
     server is in `view`; then one row of values per key, or of values and
@@ -193,8 +193,8 @@ class PushRows(Message, frozen=True, tag="ps-push-rows"):
     table: Count
     codec: Text = ""  # of the values: see shoal.ps.codecs
     keys: Count = 0  # name of the key list; with an empty frame, one sent before on this connection: see shoal.ps.key_lists
-    whole_after: Count = (
-        0  # exact: the only worker updates the rows itself, and this is after so many updates
+    is_whole: bool = (
+        False  # exact: the only worker updates rows itself; may be said several times for a table
     )
 
 
@@ -247,6 +247,9 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     # Relaxed: batches of the stream in it, the last being `seq`; 0 for what is left of batches that counted.
     num_batches: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 1
     merged: list[MergedPart] = msgspec.field(default_factory=list)  # pushes of other workers in it
+    # Exact: it ends whole rows, as they are after so many updates. A replacement may come to another point under the same name:
+    # of two that do not count yet the newer one does.
+    whole_after: Count = 0
 
 
 class Summed(Message, frozen=True, tag="ps-summed"):

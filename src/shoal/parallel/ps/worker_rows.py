@@ -29,7 +29,7 @@ BLOCK_ROWS = 65536
 """Of rows that are read from the servers at a time."""
 
 
-class CachedRows(RowModule):
+class WorkerRows(RowModule):
     """One table, at the worker that alone updates it.
 
     `write_back` has all rows that changed on their way to the servers, in
