@@ -60,7 +60,12 @@ def ended(launch: Launch, out: Path, variant: str, **options: Any) -> tuple[Laun
             .kill("worker-0", at="worker: a call ended", incarnation=1)
             .kill("worker-0", at="worker: predicting", incarnation=2),
         ),
-        ("plain", 50, {"snapshot_every": 1}, Faults().kill("worker-0", at_step=7)),  # momentum: no rows at all
+        (
+            "plain",
+            50,
+            {"snapshot_every": 1},
+            Faults().kill("worker-0", at_step=7),
+        ),  # momentum: no rows at all
         ("mixing", 50, {"snapshot_every": 4}, Faults().kill("worker-0", at_step=6)),
     ],
 )
