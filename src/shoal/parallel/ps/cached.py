@@ -126,7 +126,7 @@ class _Tables:
 
     def drop_gradients(self) -> None:
         for module in self.modules:
-            module.forget()
+            module.end_step()
 
 
 class PsCached(Single):
@@ -191,6 +191,8 @@ class PsCached(Single):
         else:
             result = super().commit()
             self._is_ahead, self._buffers_before = True, {}
+            for module in self._tables.modules if self._tables is not None else ():
+                module.end_step()
             self._num_steps += 1
         self._since_anchor.append(result)
         return result

@@ -74,9 +74,9 @@ class WorkerRows(RowModule):
             self.rows.state = held[names[0]]  # what the optimizer has made for it is not made twice
         self._forget_places()
         self._now = 0
-        self._pending: list[
-            tuple[Tensor, Tensor, bool]
-        ] = []  # places, gradients, whether each place is there once
+        self.is_training = False
+        # Keys or places, gradients, and whether each row is there once. Rows may move until the step ends: keys do not.
+        self._pending: list[tuple[NDArray[np.int64] | Tensor, Tensor, bool]] = []
 
     # ---- lookups --------------------------------------------------------------------------------
 
@@ -104,13 +104,18 @@ class WorkerRows(RowModule):
             raise IndexError(
                 f"id {wrong} is out of range: the embedding of '{self.taken.name}' has {self.spec.num_rows} rows"
             )
+        if not self.is_training:
+            self._now += 1  # no row has to stay for a step
         return self.rows.values[self._on_device(self._places(keys))]
 
     def push(self, keys: NDArray[np.int64], gradients: Any) -> None:
-        given = torch.from_numpy(gradients) if isinstance(gradients, np.ndarray) else gradients
-        self._pending.append((self._on_device(self._places(keys)), given, True))
+        if self.is_training:
+            given = torch.from_numpy(gradients) if isinstance(gradients, np.ndarray) else gradients
+            self._pending.append((keys, given, True))
 
     def _push_places(self, ids: Tensor, padding_idx: int | None, grad: Tensor) -> None:
+        if not self.is_training:
+            return
         places, grads = ids.detach().reshape(-1), grad.detach().reshape(-1, self.dim)
         if padding_idx is not None:
             is_used = places != padding_idx
@@ -126,31 +131,41 @@ class WorkerRows(RowModule):
 
     def next_step(self) -> None:
         self._now += 1
+        self.is_training = True
         if self.is_resident and self.module.weight.data_ptr() != self.rows.values.data_ptr():  # type: ignore[operator, union-attr]
             raise TrainingError(
                 f"'{self.taken.name}' was moved or replaced since its rows are trained in it (--row-cache {self._capacity}). Nothing of this "
                 "step was updated; leave the model where it is, or --row-cache out."
             )
 
+    def end_step(self) -> None:
+        self._pending, self.is_training = [], False
+
     def take_sum(self) -> tuple[Tensor, Tensor] | None:
         """Places, each once, and the sums of their gradients; None where backward never came here."""
         self.merge_gradients()
         pending, self._pending = self._pending, []
-        return (pending[0][0], pending[0][1]) if pending else None
+        if not pending:
+            return None
+        places, grads, _ = pending[0]
+        assert isinstance(places, Tensor)
+        return places, grads
 
     def merge_gradients(self) -> None:
-        pending = self._pending
-        if not pending or (len(pending) == 1 and pending[0][2]):
+        if not self._pending:
             return
-        places, grads = (torch.cat([each[part] for each in pending]) for part in (0, 1))  # type: ignore[misc]
-        self._pending = [(*summed(places, grads, len(self.rows.values)), True)]
+        parts = [
+            (at if isinstance(at, Tensor) else self._on_device(self._places(at)), grads, is_once)
+            for at, grads, is_once in self._pending
+        ]
+        if len(parts) > 1 or not parts[0][2]:
+            places, grads = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            parts = [(*summed(places, grads, len(self.rows.values)), True)]
+        self._pending = [*parts]
 
     def sum_of_squares(self) -> float:
         self.merge_gradients()
         return sum(float(grads.double().square().sum()) for _, grads, _ in self._pending)
-
-    def forget(self) -> None:
-        self._pending = []
 
     # ---- between here and the servers -----------------------------------------------------------
 
