@@ -104,9 +104,18 @@ class WorkerRows(RowModule):
             raise IndexError(
                 f"id {wrong} is out of range: the embedding of '{self.taken.name}' has {self.spec.num_rows} rows"
             )
-        if not self.is_training:
-            self._now += 1  # no row has to stay for a step
-        return self.rows.values[self._on_device(self._places(keys))]
+        if self.is_training or self._index is None:
+            return self.rows.values[self._on_device(self._places(keys))]
+        # What is only looked at drops nothing that is trained.
+        places = np.empty(len(keys), np.int32)
+        self._index.find(keys, places)
+        found, is_new = self.rows.values[self._on_device(np.maximum(places, 0))], places < 0
+        if is_new.any():
+            pull = RowsPull(self.spec.number, keys[is_new], self.dim, self.np_dtype, clock=self._settle())
+            self._group.run(pull)
+            found[self._on_device(np.flatnonzero(is_new))] = torch.from_numpy(pull.rows).to(found.device)
+            pull.release()
+        return found
 
     def push(self, keys: NDArray[np.int64], gradients: Any) -> None:
         if self.is_training:
