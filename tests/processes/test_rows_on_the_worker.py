@@ -150,4 +150,24 @@ def test_what_cannot_be_is_refused_in_a_paragraph(
         row_cache=row_cache,
     )  # fmt: skip
     assert done.exit_code != 0
-    assert said in done.stderr
+    assert said in str(done.error)
+
+
+POLICY = """
+import torch, shoal
+from torch import nn
+
+rows = shoal.nn.HashEmbedding(4, policy=shoal.nn.RowPolicy(admit_after=2))
+model = nn.Sequential(rows, nn.Flatten(), nn.Linear(8, 1))
+data = shoal.Dataset.from_arrays((torch.arange(20).reshape(10, 2), torch.ones(10, 1)))
+optimizer = lambda params: torch.optim.SGD(params, lr=0.1)
+shoal.Trainer(model, loss=nn.MSELoss(), optimizer=optimizer).fit(data.batch(5), epochs=1)
+"""
+
+
+def test_a_table_with_a_policy_is_refused(launch_script: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "policy.py"
+    script.write_text(POLICY)
+    done = launch_script(script, workers=1, servers=1, strategy="ps", quiet=True, row_cache=100)
+    assert done.exit_code != 0
+    assert "'0.rows' has a RowPolicy, which only servers know to apply" in str(done.error)
