@@ -167,9 +167,11 @@ class WorkerRows(RowModule):
             (at if isinstance(at, Tensor) else self._on_device(self._places(at)), grads, is_once)
             for at, grads, is_once in self._pending
         ]
-        if len(parts) > 1 or not parts[0][2]:
+        if len(parts) > 1:
             places, grads = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-            parts = [(*summed(places, grads, len(self.rows.values)), True)]
+            parts = [(places, grads, False)]
+        if not parts[0][2]:
+            parts = [(*summed(*parts[0][:2], len(self.rows.values)), True)]
         self._pending = [*parts]
 
     def sum_of_squares(self) -> float:
