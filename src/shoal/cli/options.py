@@ -190,7 +190,7 @@ _PARALLEL: dict[str, tuple[str, str, str | bool]] = {
     "snapshot_every": (
         "N",
         "Where each worker holds a part (fsdp, tp, pp, --sync-every): steps between the snapshots to which all go back "
-        "when one dies. 0: none, they go back to the newest checkpoint.",
+        "when one dies. 0: none, they go back to the newest checkpoint. With ps --row-cache: between two writes of changed rows.",
         "50, or as the script says",
     ),
     "device": ("DEVICE", f"Where workers compute: {', '.join(placement.FORMS)}.", True),

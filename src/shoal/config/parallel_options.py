@@ -123,7 +123,8 @@ class ParallelOptions:
     """With `table_memory`: which rows stay in memory, one of TABLE_KEEP. None: "balanced"."""
 
     snapshot_every: int | None = None
-    """Steps between two snapshots, where ranks hold state of their own: see `shoal.train.checkpoint.saving`. 0: none. None: its default."""
+    """Steps between two snapshots, where ranks hold state of their own: see `shoal.train.checkpoint.saving`; or between two recovery
+    points of exact ps with `row_cache`. 0: none. None: the default."""
 
     device: str = "auto"
     """Devices of the workers: see `shoal.config.placement`."""
