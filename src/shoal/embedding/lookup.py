@@ -251,11 +251,11 @@ def _push(source: RowSource, keys: NDArray[np.int64], padding: int, grad: Tensor
         if len(keys):
             source.push(keys, gradients)
         return
-    gradients = gradients.numpy()
+    rows = gradients.numpy()
     if padding >= 0:
-        keys, gradients = np.delete(keys, padding), np.delete(gradients, padding, axis=0)
+        keys, rows = np.delete(keys, padding), np.delete(rows, padding, axis=0)
     if len(keys):
-        source.push(keys, gradients)
+        source.push(keys, rows)
 
 
 def _place(keys: NDArray[np.int64], key: int | None) -> int:

@@ -141,13 +141,11 @@ class PsCached(Single):
         self._tables: _Tables | None = None
         self._is_ahead = False  # of the servers: something was committed that they do not have
         self._since_anchor: list[StepResult] = []
-        self._given: list[
-            StepResult
-        ] = []  # of steps after the anchor that are in the state this process was given
+        # Of steps after the anchor that are in the state this process was given.
+        self._given: list[StepResult] = []
         self._step_at_anchor = self._num_steps = 0
-        self._buffers_before: dict[
-            str, torch.Tensor
-        ] = {}  # while a forward may write into them, and back to servers
+        # While a forward may write into them, and rows back to the servers.
+        self._buffers_before: dict[str, torch.Tensor] = {}
         self._most_bytes = _room_for_changes(job)
         self._session.group.arena = ArenaConfig(limit_bytes=max(4 << 30, 2 * self._most_bytes))
         self._writing: threading.Thread | None = None

@@ -85,6 +85,7 @@ class WorkerRows(RowModule):
         if not (self.is_resident and type(module) is nn.Embedding and values.device.type != "cpu"):
             super().install()
             return
+        assert isinstance(module, nn.Embedding)
         padding_idx = module.padding_idx
         module.weight.grad = None
 
@@ -141,7 +142,12 @@ class WorkerRows(RowModule):
     def next_step(self) -> None:
         self._now += 1
         self.is_training = True
-        if self.is_resident and self.module.weight.data_ptr() != self.rows.values.data_ptr():  # type: ignore[operator, union-attr]
+        weight = getattr(self.module, "weight", None)
+        if (
+            self.is_resident
+            and isinstance(weight, Tensor)
+            and weight.data_ptr() != self.rows.values.data_ptr()
+        ):
             raise TrainingError(
                 f"'{self.taken.name}' was moved or replaced since its rows are trained in it (--row-cache {self._capacity}). Nothing of this "
                 "step was updated; leave the model where it is, or --row-cache out."
