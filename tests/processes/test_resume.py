@@ -208,3 +208,44 @@ def test_asked_outside_of_a_fit_it_leaves_and_names_the_checkpoint_there_is(
     assert "step-000000003. Go on with `shoal resume runs/script-1`." in str(done.error)
     assert "did not leave in time" not in str(done.error)
     assert not (tmp_path / "survived").exists()
+
+
+TWO_FITS = Path(__file__).parent / "scripts" / "two_fits.py"
+
+
+def _two_fits(
+    launch: Launch, folder: Path, name: str, *, stop: int | None = None, kind: str = "files"
+) -> Launched:
+    out = folder / f"out-{name}"
+    out.mkdir(exist_ok=True)
+    if stop is not None:
+        (folder / "stop").write_text(str(stop))
+    done = launch(
+        TWO_FITS, workers=2, name=name, args=(str(out), kind), resume=(folder / f"runs/{name}").exists()
+    )
+    (folder / "stop").unlink(missing_ok=True)
+    return done
+
+
+def test_calls_between_two_fits_have_the_results_that_they_had_before_the_stop(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    assert _two_fits(launch_script, tmp_path, "whole").exit_code == 0
+    assert _two_fits(launch_script, tmp_path, "cut", stop=4).exit_code == 0
+    saved = tmp_path / "out-cut/between/model.safetensors"
+    written = saved.read_bytes()
+    resumed = _two_fits(launch_script, tmp_path, "cut")
+    assert resumed.exit_code == 0, resumed.stderr
+    whole, cut = (json.loads((tmp_path / f"out-{name}/report").read_text()) for name in ("whole", "cut"))
+    assert cut == whole  # and not those of the weights that the script begins with
+    assert saved.read_bytes() == written
+    assert "what it wrote is left as it is" in resumed.stderr
+
+
+def test_predictions_between_two_fits_that_were_not_kept_are_refused(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    assert _two_fits(launch_script, tmp_path, "cut", stop=4, kind="gathered").exit_code == 0
+    resumed = _two_fits(launch_script, tmp_path, "cut", kind="gathered")
+    assert resumed.exit_code != 0
+    assert "predict after fit 1 of the script was made before the checkpoint" in str(resumed.error)

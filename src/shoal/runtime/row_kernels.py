@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from shoal.runtime import row_threads
 from shoal.runtime.kernel_cache import (
     ask_ahead,
     floating_kernel,
@@ -216,30 +215,12 @@ def sum_lists(
 
     A row of one list alone stays as it is; `from_zero`: is added to zero, which has -0.0 become 0.0.
     """
-    dtype, dim = rows_of[0].dtype, rows_of[0].shape[1]
-    keys_at = np.array([keys.ctypes.data for keys in keys_of], np.int64)
-    rows_at = np.array([rows.ctypes.data for rows in rows_of], np.int64)
-    bounds = _bounds(keys_of)
-
-    def merge(number: int, _: int) -> tuple[Array, Array]:
-        begins, counts = bounds[number], bounds[number + 1] - bounds[number]
-        keys, sums = np.empty(counts.sum(), np.int64), np.empty((counts.sum(), dim), dtype)
-        of_range = keys_at + 8 * begins, rows_at + dim * dtype.itemsize * begins
-        num_keys = _merge(*of_range, counts, from_zero, keys, sums)
-        return keys[:num_keys], sums[:num_keys]
-
-    parts = row_threads.each(merge, [(number, number + 1) for number in range(len(bounds) - 1)])
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([keys for keys, _ in parts]), np.concatenate([sums for _, sums in parts])
-
-
-def _bounds(keys_of: Sequence[Array]) -> Array:
-    """Where each range of keys, one for each thread that pays, begins in every list; and where the last one ends."""
-    longest, num_ranges = max(keys_of, key=len), len(row_threads.ranges(sum(map(len, keys_of))))
-    cuts = [longest[len(longest) * number // num_ranges] for number in range(1, num_ranges)]
-    bounds = [[0] * len(keys_of), *([np.searchsorted(keys, cut) for keys in keys_of] for cut in cuts)]
-    return np.array([*bounds, list(map(len, keys_of))], np.int64)
+    num_rows = sum(map(len, keys_of))
+    keys, sums = np.empty(num_rows, np.int64), np.empty((num_rows, rows_of[0].shape[1]), rows_of[0].dtype)
+    keys_at = np.array([each.ctypes.data for each in keys_of], np.int64)
+    rows_at = np.array([each.ctypes.data for each in rows_of], np.int64)
+    num_keys = _merge(keys_at, rows_at, np.array([*map(len, keys_of)], np.int64), from_zero, keys, sums)
+    return keys[:num_keys], sums[:num_keys]
 
 
 @intrinsic

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shoal.errors import TrainingError
 from shoal.parallel.loss_scale import LossScale
 from shoal.runtime.serialization import from_plain, to_plain
 
@@ -118,6 +119,12 @@ class TrainingProgress:
     histories: list[History] = field(default_factory=list)
     """One per fit of the script, the running one last."""
 
+    results: list[dict[str, Any] | None] = field(default_factory=list)
+    """One per evaluate and predict of the script; None where it is too large to keep."""
+
+    passed_results: list[dict[str, Any] | None] | None = None
+    """While fits are passed over, because the checkpoint is of a later one: results of the calls before it."""
+
     fit_first: tuple[int, int] = (0, 0)
     """Epoch and step at which the running fit began; it may have been before a resume."""
 
@@ -133,6 +140,24 @@ class TrainingProgress:
     data_description: dict[str, Any] = field(default_factory=dict)
     snapshot_steps: int | None = None
     """Steps between two snapshots, as an earlier fit found them worth their cost."""
+
+    def passed_result(self, call: str) -> dict[str, Any] | None:
+        """The result of a call that was made before the checkpoint a later fit goes on from; None: it is to be made now.
+
+        Its weights are gone: those here are the first ones, and the checkpoint's are later ones.
+        """
+        if self.passed_results is None:
+            return None
+        at = len(self.results)
+        known = self.passed_results[at] if at < len(self.passed_results) else None
+        if known is None:
+            raise TrainingError(
+                f"{call} after fit {len(self.histories)} of the script was made before the checkpoint that this job goes on from, which is of "
+                "a later fit: the weights it was made with are gone, and its result was not kept. Nothing was trained or written; "
+                "what the checkpoint holds is safe. Leave the call out to go on, or call it after the last fit; predict(out=...) keeps its files."
+            )
+        self.results.append(known)
+        return dict(known)
 
     def begin_fit(self, start: FitStart) -> None:
         self.histories.append(start.history)
@@ -161,6 +186,7 @@ def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[],
     scale = dataclasses.asdict(trainer.train_job.loss_scale) if trainer.train_job.loss_scale else None
     callbacks = [callback.state() for callback in trainer.callbacks]
     lengths = [len(history.epochs) for history in progress.histories]
+    results, passed = list(progress.results), progress.passed_results
     skipped, newest, line = progress.num_skipped_steps, progress.newest_checkpoint, progress.last_line
 
     def state() -> dict[str, Any]:
@@ -175,6 +201,8 @@ def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[],
             "loss_scale": scale,
             "callbacks": callbacks,
             "histories": histories,
+            "results": results,
+            "passed_results": passed,
             "first": list(progress.fit_first),
             "began_samples": progress.fit_began_samples,
             "elapsed_s": time.monotonic() - progress.fit_began_s,
@@ -228,5 +256,6 @@ def restore(trainer: Trainer, given: dict[str, Any]) -> None:
     for callback, state in zip(trainer.callbacks, given["callbacks"], strict=True):
         callback.load_state(state)
     progress.histories[:] = [History(epochs) for epochs in given["histories"]]
+    progress.results[:], progress.passed_results = given["results"], given["passed_results"]
     progress.num_skipped_steps = given["skipped_steps"]
     progress.newest_checkpoint = given["newest_checkpoint"]

@@ -500,6 +500,8 @@ class Trainer:
         )
         if call.is_over:
             return dict(call.result)
+        if (passed := self.progress.passed_result("evaluate")) is not None:
+            return call.end(passed, kept=dict(passed))
         with drawn_here(self.job, wanted=self.config.shows_progress):
             measured = evaluate(
                 self.strategy,
@@ -511,6 +513,7 @@ class Trainer:
                 tick=pass_reporter("evaluate", batches.num_steps(self.num_workers), self.progress),
                 num_batches=self.config.fast_dev_run or steps or 0,
             )
+        self.progress.results.append(dict(measured))
         return call.end(measured, kept=dict(measured))
 
     def predict(
@@ -525,6 +528,8 @@ class Trainer:
         batches, call = self._begin_pass("predict", data, batch_size=batch_size)
         if call.is_over:
             return call.result
+        if (passed := self.progress.passed_result("predict")) is not None:
+            return call.end(passed)
         if out is not None and self.job.incarnation == 0:
             from shoal.train.prediction_files import refuse_written  # and with it pyarrow
 
@@ -541,6 +546,7 @@ class Trainer:
                 out=str(out) if out is not None else None,
                 is_writer=self.job.counts_samples,
             )
+        self.progress.results.append(dict(predicted) if out is not None else None)
         return call.end(predicted)
 
     def summary(self) -> str:
@@ -560,9 +566,17 @@ class Trainer:
     def save(self, path: str | Path) -> None:
         """Write the model to a directory: model.safetensors, which anything can read, and manifest.json."""
         call = self._begin("save", str(path))
-        if not call.is_over:
+        if call.is_over:
+            return
+        if self.progress.passed_results is None:
             saving.save_model(self, str(path))
-            call.end(None)
+        elif self.rank == 0:
+            print(
+                f"note: save('{path}') was made before the checkpoint that this job goes on from; what it wrote is left as it is",
+                file=sys.stderr,
+                flush=True,
+            )
+        call.end(None)
 
     def load(self, path: str | Path) -> None:
         """Take over the weights of a directory that `save` or a checkpoint wrote, under any strategy."""

@@ -55,7 +55,6 @@ from shoal.ps.server.steps import (
     Sum,
     read_vector,
 )
-from shoal.runtime import row_threads
 from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView, StepLost
@@ -450,8 +449,7 @@ class ServerCore:
             assert isinstance(request.message, msg.PullRows | msg.PullDense)
             self.state.clocks.at_least(rank, max(0, request.message.clock - request.message.unpushed))
         if self._is_visible(request):
-            self._answer_pull(request, keys)
-            return [self._pulled(request)]
+            return [self._pulled(request, keys)]
         self.waits.pulls.append((request, keys))
         return []
 
@@ -471,8 +469,7 @@ class ServerCore:
         # A worker with nothing in flight here may know the step from another server, and it may never be made here.
         return mode.kind in PARTIAL_MODES and self.clients.rank(request.peer) not in self._steps().ended
 
-    def _answer_pull(self, request: Request, keys: Keys | None) -> None:
-        """Write what was asked for where the asker wants it. Changes nothing else."""
+    def _pulled(self, request: Request, keys: Keys | None) -> Reply:
         message, state = request.message, self.state
         if isinstance(message, msg.PullRows):
             assert keys is not None
@@ -499,23 +496,6 @@ class ServerCore:
                     encode_into(message.codec, whole.view(chunk.dtype).reshape(1, -1), into)
                 else:
                     state.contents.dense.pull(number, into[: chunk_bytes(chunk)])
-
-    def _answer_pulls(self, pulls: list[tuple[Request, Keys | None]]) -> None:
-        """The same of several requests, in several threads where that pays."""
-        rows = [len(keys) if keys is not None else 0 for _, keys in pulls]
-        num_threads = len(row_threads.ranges(sum(rows)))
-        if not all(table.is_in_memory for table in self.state.contents.tables.values()):
-            num_threads = 1
-
-        def answer(first: int, _: int) -> None:
-            for pull in pulls[first::num_threads]:
-                self._answer_pull(*pull)
-
-        row_threads.each(answer, [(first, first + 1) for first in range(num_threads)])
-
-    def _pulled(self, request: Request) -> Reply:
-        message, state = request.message, self.state
-        assert isinstance(message, msg.PullRows | msg.PullDense)
         mode = state.mode
         if mode is None or mode.kind in ("ssp", "async"):
             self._pulled_at[request.peer] = state.updates
@@ -889,8 +869,7 @@ class ServerCore:
         is_visible = [self._is_visible(request) for request, _ in waiting]
         visible = [pull for pull, is_it in zip(waiting, is_visible, strict=True) if is_it]
         self.waits.pulls = [pull for pull, is_it in zip(waiting, is_visible, strict=True) if not is_it]
-        self._answer_pulls(visible)
-        return [self._pulled(request) for request, _ in visible]
+        return [self._pulled(*pull) for pull in visible]
 
     def _end_waits(self, message: msg.ViewOver) -> list[Action]:
         """The view is over: forget what is staged, and tell everybody who waits."""

@@ -269,10 +269,13 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
     if not is_named and number < saved_number:
         finished = History(saved["histories"][number])
         progress.histories.append(finished)
+        progress.passed_results = saved.get("results", [])
         return FitStart(history=finished, first=(0, 0), began_s=0.0, began_samples=0, is_finished=True)
     if not is_named and number > saved_number:
         return None  # this fit began after the checkpoint was written: it goes on from the one before it
     _check_data(batches, saved, found.path)
+    progress.passed_results = None
+    progress.results[:] = saved.get("results", [])
     batches.import_streams(saved.get("streams", ()))
     _load(trainer, found, with_optimizer=True)
     for name, value in saved["position"].items():
@@ -409,6 +412,7 @@ class _Progress(msgspec.Struct, kw_only=True):
     position: Position
     fit: _Fit
     histories: list[list[dict[str, float]]]
+    results: list[dict[str, Any] | None] = []
     skipped_steps: Size
     optimizer: _Optimizer
     scheduler: _Scheduler | None
@@ -454,6 +458,7 @@ def _to_save(trainer: Trainer) -> dict[str, Any]:
             "first_step": progress.fit_first[1],
         },
         "histories": [history.epochs for history in progress.histories],
+        "results": progress.results,
         "skipped_steps": progress.num_skipped_steps,
         "optimizer": optimizer_settings(trainer.local_model, optimizer),
         "scheduler": scheduler_state(trainer.scheduler) if trainer.scheduler is not None else None,
