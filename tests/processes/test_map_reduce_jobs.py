@@ -174,7 +174,7 @@ def test_a_killed_program_takes_its_processes_along_and_the_next_goes_on_where_i
     assert len(children) == 3, "the fork server and its two children"
     program.kill()
     program.communicate()
-    assert wait_until(lambda: not any(child.is_running() for child in children), timeout_s=20.0)
+    assert wait_until(lambda: not any(child.is_running() for child in children), timeout_s=60.0)
     (tmp_path / "slow").unlink()
     finished = {path.name for path in done.glob("*/map-*")}
     (tmp_path / "seen").rename(tmp_path / "seen before")

@@ -248,7 +248,7 @@ def test_a_loop_of_the_users_own_goes_on(recovers: Callable[..., Launched]) -> N
 def test_a_paused_worker_is_killed_after_the_step_timeout_and_replaced(
     recovers: Callable[..., Launched],
 ) -> None:
-    launched = recovers(Faults().pause("worker-1", at_step=6), step_timeout_s=1.0)
+    launched = recovers(Faults().pause("worker-1", at_step=6), step_timeout_s=3.0)
     assert num_deaths(launched) == 1
     assert any(event["event"] == "suspect" and event["killed"] for event in launched.events)
 
