@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.config.faults import Faults
+from whole_matrix import matrix_only
 
 SCRIPT = """
 import json, torch, shoal
@@ -159,7 +160,9 @@ def test_batchnorm_sees_what_it_would_see_in_one_process(launch_script: Launch, 
     assert cut[:-1] == pytest.approx(alone[:-1], rel=1e-9)
 
 
-@pytest.mark.parametrize(("strategy", "workers", "schedule"), [("pp", 3, "gpipe"), ("pp=2,tp=2", 4, "1f1b")])
+@pytest.mark.parametrize(
+    ("strategy", "workers", "schedule"), [("pp", 3, "gpipe"), *matrix_only(("pp=2,tp=2", 4, "1f1b"))]
+)
 def test_a_killed_stage_takes_all_back_to_the_snapshot(
     launch_script: Launch, tmp_path: Path, strategy: str, workers: int, schedule: str
 ) -> None:
