@@ -299,7 +299,7 @@ time.sleep(1000)
         started = psutil.Process(owner.pid).children(recursive=True)
         assert len(started) >= 7  # the switch, and of each host init and a process
         owner.kill()
-    assert wait_until(lambda: not any(process.is_running() for process in started), timeout_s=60)
+    assert wait_until(lambda: not any(process.is_running() for process in started))
 
 
 def test_missing_tools_are_named(start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -703,11 +703,11 @@ def test_a_job_whose_supervisor_was_killed_goes_on_from_its_newest_checkpoint_to
     supervisor = supervisor_process(
         tmp_path / "script.py", workers=2, args=("cut",), name="cut", seed=0, quiet=True
     )
-    assert wait_until((tmp_path / "now").exists, timeout_s=60.0)
+    assert wait_until((tmp_path / "now").exists)
     children = psutil.Process(supervisor.pid).children(recursive=True)
     os.kill(supervisor.pid, signal.SIGKILL)
     supervisor.wait()
-    assert wait_until(lambda: not any(child.is_running() for child in children), timeout_s=60.0)
+    assert wait_until(lambda: not any(child.is_running() for child in children))
     (tmp_path / "wait").unlink()
     config = resume_config(tmp_path / "runs" / "cut")
     done = launch_script(
@@ -724,6 +724,6 @@ def test_two_supervisors_on_one_run_directory_are_one_too_many(
     supervisor_process(
         f"import pathlib, time\npathlib.Path({str(tmp_path / 'now')!r}).touch()\ntime.sleep(600)", name="mine"
     )
-    assert wait_until((tmp_path / "now").exists, timeout_s=60.0)
+    assert wait_until((tmp_path / "now").exists)
     with pytest.raises(RunDirectoryError, match="is still alive"):
         launch(resume_config(tmp_path / "runs" / "mine"))
