@@ -1,4 +1,4 @@
-"""Who trained what is in the journal: of runs that are killed, resumed with other workers, and lose single processes."""
+"""Ledger of runs that are killed, resumed with other workers, and lose single processes."""
 
 from __future__ import annotations
 

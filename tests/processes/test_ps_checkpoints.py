@@ -1,4 +1,4 @@
-"""What `ps` writes loads under any other strategy and at any number of servers, and the other way round."""
+"""Checkpoints of `ps` load under any other strategy and at any number of servers, and the other way round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong about spreading a model: one paragraph each, before training wherever that is possible."""
+"""User errors in cutting a model over workers: one paragraph each, before training where possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bad client sends costs only itself: its connection is closed and counted, and the others notice nothing."""
+"""Bad clients of shared memory: the connection is closed and counted, and the others notice nothing."""
 
 from __future__ import annotations
 
