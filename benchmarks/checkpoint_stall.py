@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint of 1 GiB of state: written while it waits, and in the background.
+"""Stall of training for a checkpoint of 1 GiB of state: written while it waits, and in the background.
 
 One process, alternated in one fit: after some steps a checkpoint is saved the one
 way, after as many again the other. `stall` is the time within the call that saves;

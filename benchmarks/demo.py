@@ -1,4 +1,4 @@
-"""What a newcomer sees first: the click model on servers, a worker and a server killed on the way, and what it cost.
+"""First demonstration: the click model on servers, a worker and a server killed on the way, and what it cost.
 
     make demo          or: python -m benchmarks.demo [--samples 200000]
 

@@ -1,4 +1,4 @@
-"""What recording costs: spans, the line a second and the file of spans, on against off. Aim: at most 1 % of a step.
+"""Cost of recording: spans, the line a second and the file of spans, on against off. Aim: at most 1 % of a step.
 
 In one process by processor time, which others on the machine change least; in two workers under ddp by time on the
 clock of rank 0, in stretches of steps that alternate within one job.

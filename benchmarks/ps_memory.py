@@ -1,4 +1,4 @@
-"""What a server takes beside what it must hold, and whether that grows: looked at from outside, once a second.
+"""Memory of a server beside its tables, and whether it grows: sampled from outside, once a second.
 
 Aims: private memory at most 1.15 times parameters and optimizer state, and 10 %
 of them for the index; exchange buffers bounded and reported; no growth over 10

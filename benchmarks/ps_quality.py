@@ -1,4 +1,4 @@
-"""What the relaxed modes cost in quality: AUC on held-out clicks after as many samples as `ps` saw.
+"""Quality of the relaxed modes: AUC on held-out clicks after as many samples as `ps` saw.
 
 Aim: within 0.1 % of `ps`, or the gap reported. Every seed is another world of
 generated clicks, whose best possible AUC is known; within a seed all modes see

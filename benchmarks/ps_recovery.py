@@ -1,4 +1,4 @@
-"""What a death costs a job with servers: what was lost or doubled, how long until the next push, what of the speed is left.
+"""Cost of a death with servers: updates lost or doubled, time to the next push, remaining speed.
 
 Aims: nothing lost or doubled, under `ps` equal to the bit; under 1 s from the
 kill to the next acknowledged push at the 99th percentile; goodput 0.80 at a

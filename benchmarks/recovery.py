@@ -1,4 +1,4 @@
-"""What a death costs: whether the bits are equal, how long until training goes on, and what it costs without one.
+"""Cost of a death: equal bits, time until training goes on, and the overhead without one.
 
 Aims: bits equal every time; under 1 s from the kill to the next commit for a
 script with light set-up; the coordinator back in 3 s without stopping the

@@ -1,4 +1,4 @@
-"""What the Trainer costs in one process, against the same loop written by hand. Aim: at most 3 % slower."""
+"""Overhead of the Trainer in one process, against the same loop written by hand. Aim: at most 3 % slower."""
 
 from __future__ import annotations
 

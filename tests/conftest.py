@@ -17,13 +17,16 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from waiting import wait_until
 from whole_matrix import IS_WHOLE
 
-# How long one example takes says more about the machine than about shoal; every test has a time limit anyway.
-settings.register_profile("shoal", deadline=None)
+# How long one example takes says more about the machine than about shoal; every test has a time limit anyway. Fifty of them
+# where a test does not say: every run draws others.
+settings.register_profile(
+    "shoal", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shoal")
 
 SET_BY_LIBRARIES = {

@@ -1,4 +1,4 @@
-"""What tests ask of a dataset: an epoch as plain numbers, read by however many workers."""
+"""Helpers for tests of datasets: an epoch as plain numbers, read by any number of workers."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class PostgresServer:
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         self._process = self._as_owner([_binary("postgres"), "-D", f"{self._folder}/data", *options])
-        if not wait_until(self._answers, timeout_s=60.0):
+        if not wait_until(self._answers):
             raise Unavailable(f"the server does not answer: {(self._folder / 'log').read_text()[-500:]}")
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Who takes part, and how one side is run once: a process of its own that answers with samples a second."""
+"""Sides of a comparison, and one run of a side: a process of its own that answers with samples a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both sides of a comparison train, chosen by the same arguments: MODEL STEPS OUT [--live], where each step is told at once."""
+"""The training job of both sides of a comparison: MODEL STEPS OUT [--live], where each step is told at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a worker needs for a model of 30 M parameters with Adam, over what it had before: OUT STEPS."""
+"""Memory of a worker for a model of 30 M parameters with Adam, over what it had before: OUT STEPS."""
 
 from __future__ import annotations
 

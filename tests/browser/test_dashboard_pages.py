@@ -94,13 +94,13 @@ def test_a_wrong_token_is_refused(page: Any, address: str) -> None:
 def test_what_a_run_writes_appears_without_a_reload(page: Any, address: str, runs: Path) -> None:
     """A file is all that the dashboard knows of a run: a line more is a point more."""
     page.goto(address.replace("/?", "/run/plain/overview?"))
-    assert wait_until(lambda: last_point(page) == 300, timeout_s=30)
+    assert wait_until(lambda: last_point(page) == 300)
     page.evaluate("window.untouched = true")
     with open(runs / "plain" / "metrics.jsonl", "a") as file:
         file.write(
             json.dumps({"step": 333, "epoch": 1, "loss": 0.1, "samples": 1024, "time": START + 140}) + "\n"
         )
-    assert wait_until(lambda: last_point(page) == 333, timeout_s=30)
+    assert wait_until(lambda: last_point(page) == 333)
     assert page.evaluate("window.untouched")
 
 
@@ -126,9 +126,9 @@ def test_curves_grow_while_a_run_trains_and_a_killed_worker_appears(page: Any, t
         assert job.stderr is not None
         said = next(line for line in job.stderr if "dashboard: " in line)
         page.goto(said.split()[-1])
-        assert wait_until(lambda: last_point(page) > 5, timeout_s=90)
+        assert wait_until(lambda: last_point(page) > 5)
         first = last_point(page)
-        assert wait_until(lambda: last_point(page) > first + 5, timeout_s=30)
+        assert wait_until(lambda: last_point(page) > first + 5)
         page.locator("nav").get_by_role("link", name="events").click()
         page.wait_for_selector("td:has-text('SIGKILL')", timeout=90_000)
         assert "worker-1" in page.locator("table").first.inner_text()

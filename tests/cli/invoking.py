@@ -1,4 +1,4 @@
-"""What the fixtures of these tests are."""
+"""Types of these tests' fixtures."""
 
 from __future__ import annotations
 

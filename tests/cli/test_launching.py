@@ -1,4 +1,4 @@
-"""What `run`, `resume` and `verify` make of their words: the config that would be launched."""
+"""Configs that `run`, `resume` and `verify` make of their arguments."""
 
 from __future__ import annotations
 

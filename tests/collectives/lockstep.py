@@ -45,9 +45,9 @@ class _Meeting:
 
     def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self._brought[rank] = tensor
-        self._barrier.wait(10.0)
+        self._barrier.wait(60.0)
         parts = list(self._brought)
-        self._barrier.wait(10.0)
+        self._barrier.wait(60.0)
         return parts
 
     def leave(self) -> None:

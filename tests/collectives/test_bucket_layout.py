@@ -1,4 +1,4 @@
-"""Where gradients travel is a function of the model alone."""
+"""Bucket layout of gradients: a function of the model alone."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Gathers:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._shared[self.rank] = tensor
-        self._all_here.wait(20.0)
+        self._all_here.wait(60.0)
         return [self._shared[rank] for rank in range(NUM)]
 
 

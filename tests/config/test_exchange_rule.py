@@ -1,4 +1,4 @@
-"""What `--exchange auto` takes at which size, from imagined measurements."""
+"""Choice of `--exchange auto` by size, from imagined measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked beside a strategy, and what is refused before anything starts."""
+"""Options beside a strategy, and combinations refused before anything starts."""
 
 from __future__ import annotations
 

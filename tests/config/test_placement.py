@@ -1,4 +1,4 @@
-"""Which device each worker gets, over imagined machines."""
+"""Placement of workers on devices, over imagined machines."""
 
 from __future__ import annotations
 

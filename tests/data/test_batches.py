@@ -1,4 +1,4 @@
-"""What every feed promises: the same epoch, whoever reads it and from wherever."""
+"""Promises of every feed: the same epoch at any number of readers and from any position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was found out about files is found out once: in a process, and by one worker of a job for all."""
+"""Facts about files are looked up once: in a process, and by one worker of a job for all."""
 
 from __future__ import annotations
 

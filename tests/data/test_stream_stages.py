@@ -1,4 +1,4 @@
-"""What can be done to a stream, on every rank alike and again after a resume."""
+"""Stages of a stream: alike on every rank, and again after a resume."""
 
 from __future__ import annotations
 

@@ -183,4 +183,4 @@ def test_the_process_ends_when_its_parent_is_killed(root: Path) -> None:
         with socket.socket() as probe:
             return probe.connect_ex((host, int(port))) != 0
 
-    assert wait_until(is_gone, timeout_s=30)
+    assert wait_until(is_gone)

@@ -1,4 +1,4 @@
-"""What the ranks of a step tell each other, and what follows from it."""
+"""The exchanged vector of a step, and the decision made from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which embeddings become rows, and why the others do not."""
+"""Embedding placement: which become rows on servers, and why the others do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can reach is what is promised, no more and no less."""
+"""Public names: exactly those that are promised."""
 
 from __future__ import annotations
 

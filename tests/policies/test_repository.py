@@ -1,4 +1,4 @@
-"""What a fresh clone relies on: pinned dependencies, a README that draws the real tree, no path of anybody's machine."""
+"""Files a fresh clone relies on: pinned dependencies, a README that draws the real tree, no path of anybody's machine."""
 
 from __future__ import annotations
 

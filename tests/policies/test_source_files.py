@@ -1,4 +1,4 @@
-"""How a file of shoal looks: one idea, a docstring that says which, and settings that explain themselves."""
+"""Source files: one idea, a docstring that names it, and settings that explain themselves."""
 
 from __future__ import annotations
 

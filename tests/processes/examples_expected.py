@@ -1,4 +1,4 @@
-"""What each example must print when run small: that it ran, and that it learnt something real."""
+"""Expected output of each example when run small: it ran, and it learnt something real."""
 
 from __future__ import annotations
 

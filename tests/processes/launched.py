@@ -1,4 +1,4 @@
-"""What a process test gets back from `launch_script`, and how the results of two jobs are compared."""
+"""Result of `launch_script`, and comparison of the results of two jobs."""
 
 from __future__ import annotations
 

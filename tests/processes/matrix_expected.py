@@ -1,4 +1,4 @@
-"""What the matrix expects of each cell: equality, unless it is listed here with words of the refusal.
+"""Expected outcome of each cell of the matrix: equality, unless it is listed here with words of the refusal.
 
 A refusal is right when it names the layers and the reason, in one paragraph
 that also says that nothing was trained. By strategy and number of workers.

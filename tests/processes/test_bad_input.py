@@ -1,4 +1,4 @@
-"""What a user can get wrong ends with the right code and one paragraph that names the thing and the cure."""
+"""User errors: the right exit code and one paragraph that names the thing and the cure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others do to a job that runs: noise on its sockets, another user, a disk that fills, a journal that is not its own."""
+"""Interference from outside: noise on sockets, another user, a disk that fills, a foreign journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers tell of becomes a line of events.jsonl, and what they keep on disk is gone with the job."""
+"""Events of workers in events.jsonl, and removal of a job's scratch files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of its gradients' way: bytes, exchange and compression; and where its workers compute."""
+"""Report of a run on its exchange: bytes, scheme, compression, and the devices of its workers."""
 
 from __future__ import annotations
 

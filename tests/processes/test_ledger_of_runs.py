@@ -1,4 +1,4 @@
-"""Who trained what is in the journal: of runs that are killed, resumed with other workers, and lose single processes."""
+"""Ledger of runs that are killed, resumed with other workers, and lose single processes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_leases_are_theirs_who_trained_them_and_what_was_lost_with_a_job_is_coun
         name="killed",
         quiet=True,
     )
-    assert wait_until(lambda: len(list(tmp_path.glob("paused-*"))) == 3, timeout_s=90.0)
+    assert wait_until(lambda: len(list(tmp_path.glob("paused-*"))) == 3)
     os.kill(supervisor.pid, signal.SIGKILL)
     supervisor.wait()
     run = tmp_path / "runs" / "killed"
@@ -128,7 +128,7 @@ def test_a_run_that_is_killed_and_resumed_at_another_number_of_workers_has_an_ex
         name="killed",
         quiet=True,
     )
-    assert wait_until((tmp_path / "paused").exists, timeout_s=60.0)
+    assert wait_until((tmp_path / "paused").exists)
     alive = runs.read_ledger(tmp_path / "runs" / "killed", is_alive=True)  # the coordinator has it open
     os.kill(supervisor.pid, signal.SIGKILL)
     supervisor.wait()

@@ -149,9 +149,7 @@ def test_a_started_interpreter_reads_the_same() -> None:
 
 def _stop_tracker() -> None:
     """End a process that Python keeps for itself: after all semaphores are gone, or the next to go starts it again."""
-    wait_until(
-        lambda: all(thread.name != "QueueFeederThread" for thread in threading.enumerate()), timeout_s=10.0
-    )
+    wait_until(lambda: all(thread.name != "QueueFeederThread" for thread in threading.enumerate()))
     gc.collect()
     resource_tracker._resource_tracker._stop()
 

@@ -169,12 +169,12 @@ def test_a_killed_program_takes_its_processes_along_and_the_next_goes_on_where_i
     (tmp_path / "plain.py").write_text(PLAIN)
     program = subprocess.Popen([sys.executable, "plain.py"], cwd=tmp_path, stdout=subprocess.PIPE)
     done = tmp_path / "cache" / "shoal" / "map_reduce"
-    assert wait_until(lambda: len(list(done.glob("*/map-*"))) >= 1, timeout_s=60.0)
+    assert wait_until(lambda: len(list(done.glob("*/map-*"))) >= 1)
     children = psutil.Process(program.pid).children(recursive=True)
     assert len(children) == 3, "the fork server and its two children"
     program.kill()
     program.communicate()
-    assert wait_until(lambda: not any(child.is_running() for child in children), timeout_s=20.0)
+    assert wait_until(lambda: not any(child.is_running() for child in children))
     (tmp_path / "slow").unlink()
     finished = {path.name for path in done.glob("*/map-*")}
     (tmp_path / "seen").rename(tmp_path / "seen before")

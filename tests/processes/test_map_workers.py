@@ -414,7 +414,7 @@ def test_readers_die_with_their_owner_in_the_middle_of_a_sample(plain_script: su
     children = psutil.Process(plain_script.pid).children(recursive=True)
     assert len(children) == 3
     plain_script.kill()
-    assert wait_until(lambda: all(map(is_gone, children)), timeout_s=60.0)
+    assert wait_until(lambda: all(map(is_gone, children)))
 
 
 def test_ctrl_c_ends_the_script_and_its_readers_in_the_middle_of_a_sample(
@@ -423,7 +423,7 @@ def test_ctrl_c_ends_the_script_and_its_readers_in_the_middle_of_a_sample(
     children = psutil.Process(plain_script.pid).children(recursive=True)
     os.killpg(plain_script.pid, signal.SIGINT)
     assert plain_script.wait(timeout=100) == -signal.SIGINT
-    assert wait_until(lambda: all(map(is_gone, children)), timeout_s=60.0)
+    assert wait_until(lambda: all(map(is_gone, children)))
     assert plain_script.stderr is not None
     told = plain_script.stderr.read()
     assert told.rstrip().endswith("KeyboardInterrupt")

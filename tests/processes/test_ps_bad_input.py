@@ -1,4 +1,4 @@
-"""What a script can do wrong under the parameter server ends soon, in one paragraph that says what to do."""
+"""Script errors under the parameter server end soon, in one paragraph that says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ps` writes loads under any other strategy and at any number of servers, and the other way round."""
+"""Checkpoints of `ps` load under any other strategy and at any number of servers, and the other way round."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_run_whose_supervisor_was_killed_is_resumed_with_its_servers(
         name="killed",
         quiet=True,
     )
-    assert wait_until((tmp_path / "paused").exists, timeout_s=60.0)
+    assert wait_until((tmp_path / "paused").exists)
     os.kill(supervisor.pid, signal.SIGKILL)
     supervisor.wait()
     (tmp_path / "paused").unlink()

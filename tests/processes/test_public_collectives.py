@@ -57,7 +57,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_operation(launch_script: La
         import torch, shoal
         shoal.collectives.barrier()
         if shoal.rank() != 1:
-            shoal.collectives.all_reduce(torch.ones(3), timeout_s=1.0)
+            shoal.collectives.all_reduce(torch.ones(3), timeout_s=3.0)
         """,
         workers=3,
     )

@@ -1,4 +1,4 @@
-"""What a job records of itself: every process tells where its time went, and a death shows in the report."""
+"""Recording of a job: every process tells where its time went, and a death shows in the report."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_a_replacement_that_dies_in_its_first_step_is_replaced(recovers: Callabl
     assert num_deaths(recovers(faults.kill("worker-0", at_step=10), workers=3)) == 3
 
 
-@pytest.mark.parametrize("dying", [(0, 1), (1, 2), *matrix_only(((0, 2),))])
+@pytest.mark.parametrize("dying", [(0, 1), *matrix_only(((1, 2),), ((0, 2),))])
 def test_two_workers_may_die_in_one_step(recovers: Callable[..., Launched], dying: tuple[int, int]) -> None:
     first, second = (f"worker-{rank}" for rank in dying)
     faults = Faults().kill(first, at_step=5).kill(second, at_step=5, at="worker: before commit")
@@ -248,7 +248,7 @@ def test_a_loop_of_the_users_own_goes_on(recovers: Callable[..., Launched]) -> N
 def test_a_paused_worker_is_killed_after_the_step_timeout_and_replaced(
     recovers: Callable[..., Launched],
 ) -> None:
-    launched = recovers(Faults().pause("worker-1", at_step=6), step_timeout_s=1.0)
+    launched = recovers(Faults().pause("worker-1", at_step=6), step_timeout_s=3.0)
     assert num_deaths(launched) == 1
     assert any(event["event"] == "suspect" and event["killed"] for event in launched.events)
 

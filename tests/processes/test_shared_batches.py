@@ -121,10 +121,13 @@ def test_a_worker_far_slower_than_the_others_is_drained_and_readmitted_when_it_r
     times, epochs = counted(done, out)
     assert times == {12.0: 480}
     assert all(epoch["is_exact"] for epoch in epochs)
-    told = [event for event in done.events if event["event"] in ("worker-drained", "worker-readmitted")]
+    told = [
+        event
+        for event in done.events
+        if event["event"] in ("worker-drained", "worker-readmitted") and event["rank"] == 2
+    ]
     assert [event["event"] for event in told[:2]] == ["worker-drained", "worker-readmitted"]
     drained, readmitted = told[:2]
-    assert drained["rank"] == readmitted["rank"] == 2
     assert drained["times_slower"] > drained["slower_than"] == 3.0
     assert drained["others_samples_per_s"] > drained["samples_per_s"] > 0
     assert readmitted["times_slower"] < 3.0

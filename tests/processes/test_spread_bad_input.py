@@ -1,4 +1,4 @@
-"""What a user can get wrong about spreading a model: one paragraph each, before training wherever that is possible."""
+"""User errors in cutting a model over workers: one paragraph each, before training where possible."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_a_rank_that_leaves_out_a_sum_of_its_loop_is_found_out_at_the_deadline(l
             """
         ),
         workers=3,
-        step_timeout_s=2.0,
+        step_timeout_s=4.0,
     )
     paragraph(done, CallsDiffer, "rank 0 waits in a sum over the workers, rank 1 waits in a step")
 
@@ -227,7 +227,7 @@ def test_a_rank_that_leaves_out_a_collective_is_found_out_with_the_operation(lau
             """
         ),
         workers=3,
-        step_timeout_s=2.0,
+        step_timeout_s=4.0,
     )
     paragraph(
         done,
@@ -255,7 +255,7 @@ def test_a_rank_whose_forward_leaves_its_layers_out_ends_the_job_with_a_word(lau
         ),
         workers=3,
         strategy="fsdp",
-        step_timeout_s=2.0,
+        step_timeout_s=4.0,
     )
     paragraph(
         done,

@@ -1,4 +1,4 @@
-"""What layers in parts do inside: attend by torch's kernels with masks of every shape, and draw, as in one process."""
+"""Layers cut by tp: attention by torch's kernels with masks of every shape, and random draws, as in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Trainer does over several workers it does at the same step on all of them, and as one process would."""
+"""Trainer over several workers: the same step on all of them, and the result of one process."""
 
 from __future__ import annotations
 

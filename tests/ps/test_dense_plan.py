@@ -1,4 +1,4 @@
-"""How dense parameters are cut and placed: nothing lost, nothing twice, evenly."""
+"""Layout of dense parameters on servers: nothing lost, nothing twice, evenly."""
 
 from __future__ import annotations
 

@@ -60,20 +60,20 @@ def test_a_server_serves_follows_the_coordinator_outlives_it_and_leaves_when_tol
 
         pushed, into = link.alloc(1 << 20), link.alloc(1 << 20)
         pushed.view[:] = os.urandom(1 << 20)
-        assert isinstance(link.wait(link.send(PUSH, [pushed]), 5.0)[0], Committed)
-        assert isinstance(link.wait(link.send(PULL, into=[into]), 5.0)[0], Pulled)
+        assert isinstance(link.wait(link.send(PUSH, [pushed]), 60.0)[0], Committed)
+        assert isinstance(link.wait(link.send(PULL, into=[into]), 60.0)[0], Pulled)
         assert into.view == pushed.view
 
         coordinator.lines[-1].close()  # it was killed; another one comes at the same address
         assert coordinator.accept() == joined
-        assert isinstance(link.wait(link.send(PUSH, [b"while it was away"]), 5.0)[0], Committed)
+        assert isinstance(link.wait(link.send(PUSH, [b"while it was away"]), 60.0)[0], Committed)
         assert link.welcome is not None
         assert link.welcome.view == 0
         assert server.link().welcome.view == 3  # type: ignore[union-attr]
         coordinator.say(Leave())
         assert server.end() == (0, "")
         with pytest.raises(LinkLost):
-            link.wait(link.send(PUSH), 5.0)
+            link.wait(link.send(PUSH), 60.0)
 
 
 def test_what_the_core_sends_reaches_the_other_server_and_its_answer_comes_back(tmp_path: Path) -> None:
@@ -83,11 +83,11 @@ def test_what_the_core_sends_reaches_the_other_server_and_its_answer_comes_back(
         large, empty, small = os.urandom(3 << 20), b"", b"small"
         tickets = [link.send(POST, [large, empty, small]) for _ in range(5)]
         for ticket in tickets:
-            assert isinstance(link.wait(ticket, 10.0)[0], Posted)
+            assert isinstance(link.wait(ticket, 60.0)[0], Posted)
         reader = second.link()
         into = [reader.alloc(len(large)), reader.alloc(1), reader.alloc(len(small))]
-        link.wait(link.send(POST, [large, b"1", small]), 10.0)
-        reader.wait(reader.send(PULL, into=into), 5.0)
+        link.wait(link.send(POST, [large, b"1", small]), 60.0)
+        reader.wait(reader.send(PULL, into=into), 60.0)
         assert [bytes(buffer.view) for buffer in into] == [large, b"1", small]
 
         # The other one is killed and replaced: what is sent from the next view on reaches its successor.
@@ -104,7 +104,7 @@ def test_what_the_core_sends_reaches_the_other_server_and_its_answer_comes_back(
         deadline = time.monotonic() + 10.0
         while first.link().welcome.view != 3:  # type: ignore[union-attr]
             assert time.monotonic() < deadline
-        answer, frames = link.wait(link.send(POST, [large]), 10.0)
+        answer, frames = link.wait(link.send(POST, [large]), 60.0)
         assert isinstance(answer, Posted)
         assert bytes(frames[0]) == b"lost 1"
         for server in (first, second):
@@ -117,17 +117,17 @@ def test_a_server_short_of_memory_refuses_what_would_grow_and_goes_on_with_the_r
         link = server.link()
         other = server.link()
         frame = link.alloc(100_000)
-        assert isinstance(link.wait(link.send(PUSH, [frame]), 5.0)[0], Committed)
-        assert isinstance(link.wait(link.send(Rest(1, 1024)), 20.0)[0], Declared)
-        refused, _ = link.wait(link.send(PUSH, [frame]), 5.0)
+        assert isinstance(link.wait(link.send(PUSH, [frame]), 60.0)[0], Committed)
+        assert isinstance(link.wait(link.send(Rest(1, 1024)), 60.0)[0], Declared)
+        refused, _ = link.wait(link.send(PUSH, [frame]), 60.0)
         assert isinstance(refused, PsRefused)
         assert "server-0 holds 1," in refused.reason
         assert "raise server_memory_bytes" in refused.reason
         # A segment that is new to it is refused in the same words, and so is what lies in it.
         for _ in range(2):
-            refused, _ = other.wait(other.send(POST, [other.alloc(100_000)]), 5.0)
+            refused, _ = other.wait(other.send(POST, [other.alloc(100_000)]), 60.0)
             assert isinstance(refused, PsRefused)
-        assert isinstance(link.wait(link.send(Rest(1, 0)), 5.0)[0], Declared)
+        assert isinstance(link.wait(link.send(Rest(1, 0)), 60.0)[0], Declared)
 
 
 def test_a_server_that_nobody_wants_says_so_and_ends(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_a_client_that_the_core_drops_is_counted_and_told_at_the_end(tmp_path: P
         bad, good = server.link(), server.link()
         ticket = bad.send(PushRows(view=1, stream=13, seq=1, table=0))
         with pytest.raises(LinkLost):
-            bad.wait(ticket, 5.0)
-        assert isinstance(good.wait(good.send(PUSH), 5.0)[0], Committed)
+            bad.wait(ticket, 60.0)
+        assert isinstance(good.wait(good.send(PUSH), 60.0)[0], Committed)
         server.process.send_signal(signal.SIGTERM)
         code, said = server.end()
         assert code == 0
@@ -168,15 +168,15 @@ def test_what_was_acknowledged_is_on_the_replica_when_its_primary_is_killed(tmp_
             send_message(line, both)
         links = [server.link() for server in servers]
         for link in links:
-            link.wait(link.send(DeclareTable(table)), 20.0)
-            link.wait(link.send(DeclareMode(num_workers=1, kind="async")), 20.0)
+            link.wait(link.send(DeclareTable(table)), 60.0)
+            link.wait(link.send(DeclareMode(num_workers=1, kind="async")), 60.0)
         for seq in (1, 2, 3):
             for number, link in enumerate(links):
                 mine = keys[slot_of(0, keys) % 2 == number]
                 frames = [put(link, mine), put(link, np.ones((len(mine), 4), np.float32))]
                 link.send(PushRows(view=1, stream=1, seq=seq, table=0), frames, wants_reply=False)
                 end = StepEnd(view=1, stream=1, seq=seq, rank=0, num_pushes=1, exchange=0, anchored_at=0)
-                assert isinstance(link.wait(link.send(end, [bytes(32), b""]), 20.0)[0], Committed)
+                assert isinstance(link.wait(link.send(end, [bytes(32), b""]), 60.0)[0], Committed)
                 assert not link.unasked
         servers[1].process.kill()
         for line in coordinator.lines:
@@ -184,7 +184,7 @@ def test_what_was_acknowledged_is_on_the_replica_when_its_primary_is_killed(tmp_
                 send_message(line, ServerView(view=2, holders=[[0]] * 256, incarnations={0: 0}))
         into = links[0].alloc(16 * len(keys))
         asked = links[0].send(PullRows(view=2, clock=0, table=0), [put(links[0], keys)], [into])
-        assert isinstance(links[0].wait(asked, 20.0)[0], Pulled)
+        assert isinstance(links[0].wait(asked, 60.0)[0], Pulled)
         assert (np.frombuffer(into.view, np.float32) == -3.0).all()
 
 

@@ -40,16 +40,16 @@ def test_what_takes_long_is_given_up_at_once_and_does_nothing_after_its_long_cal
     may_return, done = threading.Event(), list[str]()
 
     def act() -> None:
-        may_return.wait(30.0)
+        may_return.wait(120.0)
         install(done)
 
     before = time.monotonic()
     with pytest.raises(forming.GivenUp):
         forming.abortable_init(is_over, act, inside=__name__)
-    assert time.monotonic() - before < 5.0
+    assert time.monotonic() - before < 60.0
     (stuck,) = threads()
     may_return.set()
-    stuck.join(10.0)
+    stuck.join(60.0)
     assert not stuck.is_alive()
     assert done == []
 
@@ -58,7 +58,7 @@ def test_an_interruption_gives_it_up_too() -> None:
     may_return, done = threading.Event(), list[str]()
 
     def act() -> None:
-        may_return.wait(30.0)
+        may_return.wait(120.0)
         install(done)
 
     def interrupt() -> bool:
@@ -68,7 +68,7 @@ def test_an_interruption_gives_it_up_too() -> None:
         forming.abortable_init(interrupt, act, inside=__name__)
     (stuck,) = threads()
     may_return.set()
-    stuck.join(10.0)
+    stuck.join(60.0)
     assert done == []
 
 
@@ -105,5 +105,5 @@ def test_a_callback_of_the_long_call_is_not_interrupted() -> None:
         forming.abortable_init(is_over, act, inside=__name__)
     (stuck,) = threads()
     looked.set()
-    stuck.join(10.0)
+    stuck.join(60.0)
     assert done == ["callback"]

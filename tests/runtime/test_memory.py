@@ -1,4 +1,4 @@
-"""How much memory there is within the limits of control groups."""
+"""Available memory within the limits of control groups."""
 
 from __future__ import annotations
 

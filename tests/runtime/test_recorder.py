@@ -203,8 +203,8 @@ def test_facts_that_cannot_be_told_cost_their_second_alone(monkeypatch: pytest.M
     recorded = Recorder()
     recorded.facts = lambda: next(facts, {"even": 1})
     sampler = Sampler(recorded, process="worker-0", incarnation=0, trace=None, send=send)
-    assert told.wait(10)
+    assert told.wait(60)
     sampler._is_over.set()
-    sampler._thread.join(10)
+    sampler._thread.join(60)
     assert lines[0]["even"] == 1
     assert lines[-1]["end"]

@@ -1,4 +1,4 @@
-"""What goes wrong in a schedule, drawn from its seed: at a time, or at a named point in somebody's work."""
+"""Faults of a schedule, drawn from its seed: at a time, or at a named point of a process."""
 
 from __future__ import annotations
 

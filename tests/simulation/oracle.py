@@ -1,4 +1,4 @@
-"""What must hold at every moment of every schedule, whatever was killed, and at its end.
+"""Invariants of every schedule, at every moment and at its end.
 
 The oracle hears of everything that is decided, computed or promised, at the
 moment it is, and knows the undisturbed run. It has no part in the protocol.

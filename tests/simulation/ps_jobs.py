@@ -1,4 +1,4 @@
-"""What simulated workers train, what must come of it, and the oracle that says so.
+"""Jobs of simulated workers, their expected results, and the oracle that compares.
 
 An exact job is compared with a run in one place that knows no servers: every
 pull, every result and the final rows and chunks, bit for bit. A relaxed job

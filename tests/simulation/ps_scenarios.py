@@ -1,4 +1,4 @@
-"""What is simulated of the parameter server, and all that is wrong with it on purpose."""
+"""Scenarios of the simulated parameter server, and its planted bugs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where planted bugs of the parameter server are found: a seed each, so that finding them takes no time."""
+"""Seeds that find the planted bugs of the parameter server, so that none is searched for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long things take in a simulated cluster, and how long they may."""
+"""Durations and time-outs of a simulated cluster."""
 
 from __future__ import annotations
 

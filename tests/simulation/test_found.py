@@ -1,4 +1,4 @@
-"""What the simulator found in the deciding parts, in as few steps as it takes."""
+"""Bugs that the simulator found in the pure parts, in as few steps as possible."""
 
 from __future__ import annotations
 

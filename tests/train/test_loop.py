@@ -1,4 +1,4 @@
-"""What the loop counts, tells and decides, step by step."""
+"""Counters, events and decisions of the loop, step by step."""
 
 from __future__ import annotations
 

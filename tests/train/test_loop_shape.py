@@ -1,4 +1,4 @@
-"""Where a loop is left: by `break` or `return`, or because an exception was raised in it."""
+"""Exits of a loop: by `break` or `return`, or by an exception raised in it."""
 
 from __future__ import annotations
 

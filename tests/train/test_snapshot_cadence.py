@@ -1,4 +1,4 @@
-"""How often snapshots are taken where nobody says."""
+"""Default interval of snapshots."""
 
 from __future__ import annotations
 

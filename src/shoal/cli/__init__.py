@@ -48,7 +48,7 @@ class VerbSpec(NamedTuple):
     """Name of its examples in the module; empty: it has none."""
 
     ends_at_script: bool = False
-    """What follows SCRIPT belongs to the script, options included."""
+    """Arguments after SCRIPT belong to the script, options included."""
 
     is_group: bool = False
     """The function is `shoal NAME render`; or there are several, and it is a Typer of them."""

@@ -242,10 +242,10 @@ class Judged:
     """Stands beside it, to show what rounding does."""
 
     differing: tuple[Difference, ...]
-    """What is beyond the tolerance in float64. Empty: equal."""
+    """Differences beyond the tolerance in float64. Empty: equal."""
 
     rounding: tuple[Difference, ...]
-    """What is beyond it only because training enlarged rounding; see `compare.hangs_on_rounding`."""
+    """Differences that are rounding enlarged by training; see `compare.hangs_on_rounding`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +265,7 @@ class VerifyOutcome:
     """Whole batches give something else, and no named layer explains it: cut in one process, the result is the workers'."""
 
     rested: Judged | None
-    """Where layers were named: the workers against whole batches, with these layers in evaluation mode."""
+    """With named layers: the workers against whole batches, these layers in evaluation mode."""
 
     still_drawing: tuple[Mix, ...]
     """Layers that draw random numbers in evaluation mode too, so that nothing could be compared with them at rest."""

@@ -79,7 +79,7 @@ BEFORE_SCRIPT = (
 
 
 RESERVED = ("name", "run-dir", "again", "overwrite")
-"""Options of `shoal run` that whoever starts several runs gives itself: it has to find what they wrote."""
+"""Options of `shoal run` that a command which starts several runs sets itself, to find their output."""
 
 
 def parse_words(words: list[str]) -> tuple[Any, dict[str, Any]]:

@@ -338,7 +338,7 @@ def conclusion(
 
 
 def _likely_cause(outcome: VerifyOutcome) -> str:
-    """What was seen first, then what could not be seen: a script's own arithmetic leaves no trace."""
+    """Observed causes first, then those that cannot be observed: a script's own arithmetic leaves no trace."""
     if outcome.suspects:
         return (
             f"The cause is likely {_named(outcome.suspects)}, which mixes the samples of a batch: run together and in pairs, the same "

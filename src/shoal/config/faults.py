@@ -80,7 +80,7 @@ class Fault:
     """Of a slowness: how much longer every pass of the failpoint takes."""
 
     incarnation: int = 0
-    """Which life of the process: 0 the first, 1 its first replacement; -1 every one."""
+    """Incarnation: 0 the first process, 1 its first replacement; -1 every one."""
 
     def __str__(self) -> str:
         when = f"at step {self.step}" if self.step is not None else ""

@@ -105,7 +105,7 @@ class Job(ParallelOptions):
     """How often this rank was started again; only fences."""
 
     launch: int = 1
-    """Which launch of its run this is: `shoal resume` begins the next."""
+    """Number of the launch within its run: `shoal resume` begins the next."""
 
     strategy: str = "single"
     """As given to --strategy."""
@@ -144,7 +144,7 @@ class Job(ParallelOptions):
     """Set in the tasks of mapreduce, whose rank is the number of their part."""
 
     faults: tuple[Fault, ...] = ()
-    """What is to go wrong in this job's processes, at failpoints."""
+    """Injected faults of this job's processes, by failpoint."""
 
     profile: int = 0
     """Steps of every worker that torch.profiler records, for `shoal trace`; 0: none."""

@@ -57,7 +57,7 @@ class LaunchConfig(ParallelOptions):
     """Name of the module to run instead, as by `python -m`."""
 
     args: tuple[str, ...] = ()
-    """What the script finds in sys.argv[1:]."""
+    """The script's sys.argv[1:]."""
 
     options: dict[str, GivenOption] = field(default_factory=dict, compare=False)
     """Options of the command line with the origin of each, for config.json. They decide nothing."""
@@ -85,7 +85,7 @@ class LaunchConfig(ParallelOptions):
     """Where there is a run of this name: remove it and start anew."""
 
     run_dir: str = "runs"
-    """Where run directories are made."""
+    """Parent of run directories."""
 
     seed: int | None = None
     """Seeds the script's global generators alike on every rank. None: drawn, and written in config.json."""
@@ -121,10 +121,10 @@ class LaunchConfig(ParallelOptions):
     """Folder the script runs in. None: where we are."""
 
     verify: VerifyPlan | None = None
-    """What `shoal verify` asks of the run."""
+    """Request of `shoal verify`."""
 
     faults: Faults | None = None
-    """What is to go wrong, on purpose."""
+    """Injected faults."""
 
     fingerprints: str | None = None
     """Directory for the hashes of every rank's final weights."""
@@ -396,7 +396,7 @@ class RunConfig(ParallelOptions):
     """Its name, where it was run as a module."""
 
     args: list[str]
-    """What the script finds in sys.argv[1:]."""
+    """The script's sys.argv[1:]."""
 
     cwd: str
     """Folder the script ran in."""

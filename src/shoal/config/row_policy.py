@@ -14,15 +14,15 @@ SCORES = {"recent": {"age": -1.0}, "frequent": {"sightings": 1.0}}
 _STATISTICS = ("sightings", "age")
 _MOST = 1 << 48
 MOST_SIGHTINGS = (1 << 24) - 1
-"""Where counting ends: the largest that float32 can tell from its neighbours."""
+"""Largest count: float32 cannot tell larger integers apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPolicy:
     """Admission and eviction of rows. A sighting of an id is an update of the table that has a gradient for it.
 
-    Decided by the updates alone (but for `ttl_s`), slot by slot, so the same rows are there at any number of servers and whoever
-    was killed.
+    Decided by the updates alone (but for `ttl_s`), slot by slot, so the same rows are there at any number of servers and after any
+    death.
     """
 
     admit_after: int = 1

@@ -37,7 +37,7 @@ def backend_for(job: Job) -> str:
 def set_up(job: Job, interfaces: str) -> None:
     """Set the variables that NCCL reads at its start; of several interfaces it uses all."""
     os.environ["NCCL_SOCKET_IFNAME"] = f"={interfaces}"  # these, not all whose names begin so
-    # Its own way with errors ends the process. Ours looks at the connections, and lets go of what waits.
+    # NCCL's own error handling ends the process. Ours watches the connections and aborts the groups that wait.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     if placement.of_job(job).is_shared:
         # It refuses two ranks on one device of one host. As if on hosts of their own, they talk through sockets.
@@ -135,7 +135,7 @@ class DeviceWatch:
             raise RuntimeError(self.ended)
 
     def _enter(self, change: int) -> None:
-        with self._lock:  # not while it is letting go: that ends the groups we may be about to leave
+        with self._lock:  # not during an abort: that ends the groups we may be about to leave
             if not self._depth:
                 self._waits_since = time.monotonic()
             self._depth += change

@@ -38,7 +38,7 @@ KINDS = (
     "a call of shoal.collectives",
     "a sum of gradients",
 )
-"""What an exchange may be for: ranks whose scripts went apart are found out by it."""
+"""Purposes of an exchange: they reveal ranks whose scripts diverged."""
 
 
 class WaitHook(Protocol):
@@ -268,7 +268,7 @@ class ElasticGroup(ReplayLog):
         )
 
     def _refuse_parts_apart(self, reducer: Reducer, everybody: list[list[int]]) -> None:
-        """Where each holds a part of the model, nobody can help one who waits within it for a rank that went past."""
+        """With a model cut over the ranks, a rank that waits inside it for one that went past cannot be helped."""
         behind = [rank for rank, place in enumerate(everybody) if place[0] and not place[5]]
         if not behind or strategies.parse(self._job.strategy).base != "mesh":
             return

@@ -68,7 +68,7 @@ LOOK_AFTER_S = 0.1
 LOOK_EVERY_S = 0.05
 
 STUCK_AFTER_S = 0.25
-"""What is not over by then is inside of a call that takes its time; what runs in Python takes microseconds."""
+"""An attempt that is not over by then is inside a blocking call: Python code takes microseconds."""
 
 
 class GivenUp(RuntimeError):
@@ -427,7 +427,7 @@ def _is_closed_view() -> bool:
 
 
 def kept_for_view() -> tuple[ShoalStore, str] | None:
-    """What the workers of this view can write down for each other at the coordinator, and how its keys begin."""
+    """The store of this view's workers at the coordinator, and the prefix of its keys."""
     return (_store, prefix_of(_view)) if _store is not None and _view is not None else None
 
 

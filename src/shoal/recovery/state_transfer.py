@@ -48,7 +48,7 @@ class RecoveryState:
 
     call_is_over: bool
     anchor: dict[str, Any]
-    """What the running call noted at the anchor."""
+    """The running call's note at the anchor."""
 
     log: dict[int, Any] = field(default_factory=dict)
     """Results of the exchanges since the anchor."""

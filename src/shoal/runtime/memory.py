@@ -66,7 +66,7 @@ LARGE_BYTES = 4 << 20
 """Blocks from here on go back to the system as soon as they are freed. Smaller ones are not worth the page faults."""
 
 KEPT_BYTES = 8 * LARGE_BYTES
-"""What may lie idle at the end of the heap. Once told of large blocks, glibc would else give back all but 128 KB of it at every
+"""Bytes that may lie idle at the end of the heap. Once told of large blocks, glibc would else give back all but 128 KB of it at every
 chance, and take it again: measured, a third of the time of Adam's update."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -102,7 +102,9 @@ def _unique(ids: Any, slots: Any, keys: Any, inverse: Any) -> int:
     else:
         for i in range(num_keys):
             at = np.int64(mixed(np.uint64(found[i])) & np.uint64(mask))
-            while slots[at] != 0:  # whoever passed a slot has cleared it, or will: all of them are found keys
+            while (
+                slots[at] != 0
+            ):  # a key that passed a slot has cleared it, or will: all of them are found keys
                 slots[at] = 0
                 at = (at + 1) & mask
     rank = _sort(found[:num_keys], keys)

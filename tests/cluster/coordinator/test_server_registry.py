@@ -1,4 +1,4 @@
-"""What the coordinator tells servers, workers and the supervisor about servers and leases, message by message."""
+"""Messages of the coordinator to servers, workers and the supervisor about servers and leases."""
 
 from __future__ import annotations
 

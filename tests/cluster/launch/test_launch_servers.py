@@ -1,4 +1,4 @@
-"""How many servers a launch means, and which numbers are refused before anything starts."""
+"""Number of servers of a launch, and numbers refused before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is larger than a machine, and what is only slow on it."""
+"""Preflight: jobs larger than a machine, and those only slow on it."""
 
 from __future__ import annotations
 

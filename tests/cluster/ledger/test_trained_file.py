@@ -1,4 +1,4 @@
-"""What a worker has pushed is on disk before it can count, in about one entry for each lease."""
+"""Pushes are on disk before they can count, in about one entry for each lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with CSV, in the words that people are told."""
+"""Errors in CSV files, as users are told."""
 
 from __future__ import annotations
 

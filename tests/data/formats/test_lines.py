@@ -1,4 +1,4 @@
-"""Where rows end in text: against Arrow's own parser, at every chunk size."""
+"""Ends of rows in text: against Arrow's own parser, at every chunk size."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_a_connection_that_the_server_ends_is_replaced_in_mid_epoch(people: Post
             pids = backends(people)
             assert pids, "a connection is kept between reads"
             people.run(*(f"SELECT pg_terminate_backend({pid})" for pid in pids))
-            assert wait_until(lambda pids=pids: not set(pids) & set(backends(people)), timeout_s=20.0)
+            assert wait_until(lambda pids=pids: not set(pids) & set(backends(people)))
     assert seen == list(range(0, 7000, 7))
     told = [facts for kind, facts in events.emitted if kind == "database connection lost"]
     assert len(told) == 2
@@ -183,7 +183,7 @@ def test_a_connection_that_ends_in_the_middle_of_an_answer_is_replaced(people: P
             "AND query LIKE '%pg_sleep%ORDER BY%' AND pid <> pg_backend_pid()"
         )
         try:
-            if wait_until(lambda: (session.end(), session.values(running))[1] != [], timeout_s=20.0):
+            if wait_until(lambda: (session.end(), session.values(running))[1] != []):
                 ended.set()
         finally:
             session.close()
@@ -211,7 +211,7 @@ def test_a_server_that_is_shut_down_is_waited_for_and_then_given_up(people: Post
         reader = threading.Thread(target=lambda: found_again.append(patient.read(3).columns["id"][-1]))
         events.emitted.clear()
         reader.start()
-        assert wait_until(lambda: len(events.emitted) > 1, timeout_s=20.0), "it tries again"
+        assert wait_until(lambda: len(events.emitted) > 1), "it tries again"
     finally:
         people.go_on()
     reader.join()

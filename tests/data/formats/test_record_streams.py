@@ -275,7 +275,7 @@ def test_a_flight_is_a_table_now_and_goes_on_behind_a_position(flight: FlightPro
     some = Dataset.from_stream(flight.url, label="y", records=25, timeout_s=float("inf"))
     doubled = some.map(lambda sample: (2 * sample[0]["x"], sample[1]), workers=1).batch(10)
     assert [batch[0].tolist() for batch in doubled][2] == list(range(40, 50, 2))  # read in a fork
-    endless = Dataset.from_stream(flight.url, label="y", timeout_s=0.5).batch(8)
+    endless = Dataset.from_stream(flight.url, label="y", timeout_s=3).batch(8)
     read = endless.iterator()
     assert numbers(({"x": x}, 0) for _ in range(3) for x in read.next()[0]["x"]) == list(range(24))
     position = json.loads(json.dumps(read.position))
@@ -285,7 +285,7 @@ def test_a_flight_is_a_table_now_and_goes_on_behind_a_position(flight: FlightPro
     again = Dataset.from_stream(flight.url, label="y").batch(8).iterator(position)
     assert [again.next()[0]["x"].tolist() for _ in range(2)] == [list(range(24, 32)), list(range(32, 40))]
     add_endpoint(flight.folder, 1, range(10, 15))  # another one in its place
-    shorter = Dataset.from_stream(flight.url, label="y", timeout_s=1).batch(8).iterator(position)
+    shorter = Dataset.from_stream(flight.url, label="y", timeout_s=5).batch(8).iterator(position)
     with pytest.raises(StreamRewound, match="at offset 20 of partition 1, and it ends at offset 5 now"):
         shorter.next()
     with pytest.raises(DataError, match="holds the offsets from sample 10 on alone"):

@@ -141,7 +141,7 @@ def test_two_threads_have_one_each_a_third_waits_and_one_is_kept() -> None:
     together = threading.Barrier(2)
 
     def read(session: FakeSession) -> None:
-        together.wait(10.0)
+        together.wait(60.0)
 
     threads = [threading.Thread(target=kept.again, args=(read,), kwargs={"what": "rows"}) for _ in range(4)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""What map_reduce gives is what a dict gives, whatever the partitions, the buffers and the processes."""
+"""map_reduce gives what a dict gives, at any number of partitions, buffers and processes."""
 
 from __future__ import annotations
 

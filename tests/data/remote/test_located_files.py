@@ -254,7 +254,7 @@ def test_a_keeper_that_dies_is_followed_by_the_next_who_needs_it(cluster: Any, t
         hosts.files[0].expand(where)  # the replacement's script comes to the same line
         hosts.files[0].close()
         hosts.files[0]._server.ensure_connected()
-        assert reading.result(10.0) == data
+        assert reading.result(60.0) == data
     assert hosts.files[1].origins["source"] == 5
 
 

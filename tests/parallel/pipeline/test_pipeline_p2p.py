@@ -1,4 +1,4 @@
-"""What goes from stage to stage: values as they were, and of tensors in parts this rank's part alone."""
+"""Messages between stages: values unchanged, and of DTensors this rank's shard alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: as equal as can be, never where it cannot be, and always with a reason."""
+"""Cuts of a model into stages: as equal as possible, never where none is possible, always with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operations each rank runs on its part alone: what torch would do wrongly there is gathered, or refused by name.
+"""Operations on DTensors that torch gets wrong on a shard: gathered, or refused by name.
 
 That the numbers are those of one process is in tests/processes/test_tensor_parallel.py.
 """

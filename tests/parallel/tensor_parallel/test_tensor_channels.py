@@ -1,4 +1,4 @@
-"""Which convolutions are cut by channels, and the reasons given for the others."""
+"""Convolutions cut by channels, and the reasons given for the others."""
 
 from __future__ import annotations
 

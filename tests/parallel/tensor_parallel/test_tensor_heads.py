@@ -1,4 +1,4 @@
-"""Which attentions are cut by heads, however they are written, and the reasons given for the others."""
+"""Attentions cut by heads, however they are written, and the reasons given for the others."""
 
 from __future__ import annotations
 

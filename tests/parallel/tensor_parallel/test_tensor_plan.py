@@ -1,4 +1,4 @@
-"""Which layers are cut over tp, and the reasons given for the others."""
+"""Layers cut over tp, and the reasons given for the others."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ def test_frames_of_every_size_arrive_whole_and_come_back(
             else:
                 frames.append(link.alloc(len(content)))
                 frames[-1].view[:] = content
-        message, _ = link.wait(link.send(PUSH, frames), 5.0)
+        message, _ = link.wait(link.send(PUSH, frames), 60.0)
         assert isinstance(message, Committed)
         # Into shared memory where there is some to write, and by the socket.
         if sizes:
             into = [link.alloc(size) for size in sizes]
-            assert isinstance(link.wait(link.send(PULL, into=into), 5.0)[0], Pulled)
+            assert isinstance(link.wait(link.send(PULL, into=into), 60.0)[0], Pulled)
             assert [bytes(buffer.view) for buffer in into] == contents
-        assert [bytes(frame) for frame in link.wait(link.send(PULL), 5.0)[1]] == contents
+        assert [bytes(frame) for frame in link.wait(link.send(PULL), 60.0)[1]] == contents
         link.close()
 
 
@@ -66,7 +66,7 @@ def test_answers_may_overtake_each_other_and_find_their_waiters(tmp_path: Path) 
         found: dict[int, bytes] = {}
 
         def wait_for(number: int) -> None:
-            found[number] = bytes(link.wait(tickets[number], 5.0)[1][0])
+            found[number] = bytes(link.wait(tickets[number], 60.0)[1][0])
 
         threads = [threading.Thread(target=wait_for, args=(number,)) for number in range(20)]
         for thread in threads:
@@ -84,7 +84,7 @@ def test_more_than_the_socket_holds_goes_both_ways_at_once(tmp_path: Path) -> No
         content = os.urandom(3_000_000)
         tickets = [link.send(PUSH, [content]) for _ in range(8)]
         for ticket in tickets:
-            assert bytes(link.wait(ticket, 10.0)[1][0]) == content
+            assert bytes(link.wait(ticket, 60.0)[1][0]) == content
         link.close()
 
 
@@ -93,7 +93,7 @@ def test_what_was_held_back_leaves_though_the_socket_is_full(tmp_path: Path) -> 
         begin = threading.Event()
 
         def answer(request: Request) -> None:
-            begin.wait(10.0)  # the socket fills meanwhile
+            begin.wait(60.0)  # the socket fills meanwhile
             server.listener.reply(request.peer, request.ticket, Committed(request.ticket, 0, 0))
 
         link = Link(server.path)
@@ -103,7 +103,7 @@ def test_what_was_held_back_leaves_though_the_socket_is_full(tmp_path: Path) -> 
         timer = threading.Timer(0.05, begin.set)  # once somebody waits
         timer.start()
         for ticket in tickets:
-            assert isinstance(link.wait(ticket, 5.0)[0], Committed)
+            assert isinstance(link.wait(ticket, 60.0)[0], Committed)
         timer.join()
         link.close()
 
@@ -116,7 +116,7 @@ def test_threads_that_send_and_wait_at_once_get_their_own_answers(tmp_path: Path
         def talk(number: int) -> None:
             for turn in range(50):
                 content = bytes([number]) * (turn * 7001)
-                if bytes(link.wait(link.send(PUSH, [content]), 10.0)[1][0]) != content:
+                if bytes(link.wait(link.send(PUSH, [content]), 60.0)[1][0]) != content:
                     problems.append((number, turn))
 
         threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
@@ -139,7 +139,7 @@ def test_a_server_that_is_gone_is_noticed_at_once_by_every_waiter(tmp_path: Path
         began = time.monotonic()
         with pytest.raises(LinkLost, match="is lost: "):
             link.wait(ticket, 60.0)
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0
         for use in (
             lambda: link.send(PUSH),
             lambda: link.wait(ticket, 1.0),
@@ -167,9 +167,9 @@ def test_a_wait_without_an_answer_ends_and_names_whom_it_waited_for(tmp_path: Pa
             time.sleep(0.001)
         server.listener.reply(held[0].peer, held[0].ticket, Committed(1, 0, 0))
         server.listener.flush()
-        assert isinstance(link.wait(ticket, 5.0)[0], Committed)
+        assert isinstance(link.wait(ticket, 60.0)[0], Committed)
         with pytest.raises(ValueError, match="not waited for"):
-            link.wait(ticket, 5.0)
+            link.wait(ticket, 60.0)
         link.close()
 
 
@@ -186,7 +186,7 @@ def test_an_answer_that_nobody_wanted_is_kept_apart(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         link = Link.connect(server.path, HELLO)
         ticket = link.send(PUSH, wants_reply=False)
-        link.wait(link.send(PUSH), 5.0)
+        link.wait(link.send(PUSH), 60.0)
         assert [reply.ticket for reply in link.unasked] == [ticket]
         link.close()
 
@@ -212,7 +212,7 @@ def test_a_link_leaves_no_descriptor_behind(tmp_path: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(5):
             link = Link.connect(server.path, HELLO)
-            link.wait(link.send(PUSH, [link.alloc(100_000)]), 5.0)
+            link.wait(link.send(PUSH, [link.alloc(100_000)]), 60.0)
             link.close()
         deadline = time.monotonic() + 5.0
         while server.listener.num_peers and time.monotonic() < deadline:

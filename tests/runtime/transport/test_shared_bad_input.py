@@ -1,4 +1,4 @@
-"""What a bad client sends costs only itself: its connection is closed and counted, and the others notice nothing."""
+"""Bad clients of shared memory: the connection is closed and counted, and the others notice nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], dead
 SIZES = st.sampled_from([0, 1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1])
 PLACES = st.lists(st.tuples(st.sampled_from([0, 1, 2, 1 << 63]), SIZES, SIZES), max_size=4)
 
-CONFIG = ListenerConfig(num_peers=8, num_segments=4, segment_bytes=1 << 20, hello_timeout_s=0.3)
+CONFIG = ListenerConfig(num_peers=8, num_segments=4, segment_bytes=1 << 20, hello_timeout_s=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def good(server: Server) -> Iterator[Callable[[], None]]:
 
     def works() -> None:
         pushed.view[:] = os.urandom(10_000)
-        assert isinstance(link.wait(link.send(PUSH, [pushed]), 5.0)[0], Committed)
-        link.wait(link.send(PULL, into=[into]), 5.0)
+        assert isinstance(link.wait(link.send(PUSH, [pushed]), 60.0)[0], Committed)
+        link.wait(link.send(PULL, into=[into]), 60.0)
         assert into.view == pushed.view
 
     with link:
@@ -55,7 +55,7 @@ def good(server: Server) -> Iterator[Callable[[], None]]:
 
 def tell(server: Server, data: Sequence[bytes | memoryview | bytearray], fds: Sequence[int] = ()) -> bytes:
     """Send these bytes and hang up; what came back until the server hung up too."""
-    with unix.connect(server.path, timeout_s=10.0) as sock:
+    with unix.connect(server.path, timeout_s=60.0) as sock:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
         back = b""
         try:
@@ -154,7 +154,7 @@ def test_a_frame_that_was_announced_and_never_comes_costs_no_memory(
     before = resident_bytes()
     socks = []
     for _ in range(5):
-        sock = unix.connect(server.path, timeout_s=5.0)
+        sock = unix.connect(server.path, timeout_s=60.0)
         sock.sendall(b"".join(parts[:2]) + b"x" * 100)
         socks.append(sock)
     good()
@@ -175,7 +175,7 @@ def test_a_peer_that_reads_no_answers_is_not_listened_to(tmp_path: Path) -> None
             asks = b"".join(seal(Envelope(1, [], [], []), PULL, [])) * 100_000
             with pytest.raises(TimeoutError):  # nobody reads them
                 deaf.sendall(asks)
-            assert isinstance(good.wait(good.send(PUSH, [b"1"]), 5.0)[0], Committed)
+            assert isinstance(good.wait(good.send(PUSH, [b"1"]), 60.0)[0], Committed)
         assert server.listener.num_refused == 0
 
 
@@ -184,7 +184,7 @@ def test_a_peer_that_is_owed_too_much_is_closed(tmp_path: Path) -> None:
     with serving(tmp_path, config) as server, Link.connect(server.path, HELLO) as good:
         waiting: list[Request] = []
         server.answer = waiting.append
-        with unix.connect(server.path, timeout_s=5.0) as deaf:
+        with unix.connect(server.path, timeout_s=60.0) as deaf:
             deaf.sendall(b"".join(seal(Envelope(1, [], [], []), PULL, [])) * 50)
             deadline = time.monotonic() + 5.0
             while len(waiting) < 50 and time.monotonic() < deadline:
@@ -194,7 +194,7 @@ def test_a_peer_that_is_owed_too_much_is_closed(tmp_path: Path) -> None:
                 for each in (*waiting, last)
             ]
             ticket = good.send(PUSH)
-            assert isinstance(good.wait(ticket, 5.0)[0], Committed)
+            assert isinstance(good.wait(ticket, 60.0)[0], Committed)
         assert "unread" in server.listener.last_refusal
         assert server.gone == [2]
 
@@ -202,7 +202,7 @@ def test_a_peer_that_is_owed_too_much_is_closed(tmp_path: Path) -> None:
 def test_one_that_never_says_a_word_is_closed_and_one_connection_too_many_too(
     server: Server, good: Callable[[], None]
 ) -> None:
-    silent = [unix.connect(server.path, timeout_s=5.0) for _ in range(CONFIG.num_peers + 2)]
+    silent = [unix.connect(server.path, timeout_s=60.0) for _ in range(CONFIG.num_peers + 2)]
     for sock in silent:
         assert sock.recv(1) == b""
         sock.close()
@@ -213,7 +213,7 @@ def test_more_segments_than_a_peer_may_have(server: Server, good: Callable[[], N
     with Link.connect(server.path, HELLO) as greedy:
         ticket = greedy.send(PUSH, [greedy.alloc(2 << 20)])  # in a segment of 16 MiB
         with pytest.raises(LinkLost):
-            greedy.wait(ticket, 5.0)
+            greedy.wait(ticket, 60.0)
     assert "where at most 1,048,576 are allowed" in server.listener.last_refusal
     good()
 
@@ -222,9 +222,9 @@ def test_a_server_short_of_memory_refuses_a_segment_and_keeps_the_connection(tmp
     with serving(tmp_path, memory_problem=lambda nbytes: f"no {nbytes} bytes") as server:
         with Link.connect(server.path, HELLO) as link:
             for _ in range(2):
-                message, _ = link.wait(link.send(PUSH, [link.alloc(10_000)]), 5.0)
+                message, _ = link.wait(link.send(PUSH, [link.alloc(10_000)]), 60.0)
                 assert isinstance(message, PsRefused)
-            assert isinstance(link.wait(link.send(PUSH, [b"1"]), 5.0)[0], Committed)
+            assert isinstance(link.wait(link.send(PUSH, [b"1"]), 60.0)[0], Committed)
         assert server.listener.bytes_mapped == 0
 
 
@@ -234,7 +234,7 @@ def test_what_a_server_would_refuse_is_refused_before_it_is_sent(tmp_path: Path)
             link.send(PUSH, [bytes(REQUEST_BYTES + (1 << 20))])
         with pytest.raises(WireError, match="allowed"):
             link.send(PUSH, [b""] * (MAX_FRAMES + 1))
-        assert isinstance(link.wait(link.send(PUSH, [b"1"]), 5.0)[0], Committed)
+        assert isinstance(link.wait(link.send(PUSH, [b"1"]), 60.0)[0], Committed)
 
 
 def test_a_server_short_of_descriptors_refuses_and_goes_on(
@@ -242,9 +242,9 @@ def test_a_server_short_of_descriptors_refuses_and_goes_on(
 ) -> None:
     with serving(tmp_path) as server, Link.connect(server.path, HELLO) as link:
         monkeypatch.setattr(shared_server, "SPARE_FILES", 1 << 40)
-        message, _ = link.wait(link.send(PUSH, [link.alloc(10_000)]), 5.0)
+        message, _ = link.wait(link.send(PUSH, [link.alloc(10_000)]), 60.0)
         assert isinstance(message, PsRefused)
         assert "ulimit -n" in message.reason
         with pytest.raises(LinkLost):
             Link.connect(server.path, HELLO)
-        assert isinstance(link.wait(link.send(PUSH, [b"1"]), 5.0)[0], Committed)
+        assert isinstance(link.wait(link.send(PUSH, [b"1"]), 60.0)[0], Committed)

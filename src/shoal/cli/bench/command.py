@@ -230,7 +230,7 @@ EXCHANGE_WORKERS = (2, 4)
 CODEC_ROUNDS = 5
 
 KEPT_FROM_S = 2.0
-"""What was measured for less says little, and is not kept for `--exchange auto`."""
+"""Shorter measurements are not kept for `--exchange auto`."""
 
 
 @dataclass(frozen=True, slots=True)

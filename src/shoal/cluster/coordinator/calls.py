@@ -159,8 +159,8 @@ class _CallWaiter(NamedTuple):
 class Calls:
     """Barrier of `num_workers` ranks at every call and at the end of the script.
 
-    What was granted stays on record and is granted again to whoever asks
-    again: a worker whose answer was lost, or its replacement on its way
+    What was granted stays on record and is granted again when asked again:
+    by a worker whose answer was lost, or by its replacement on its way
     through the script.
     """
 

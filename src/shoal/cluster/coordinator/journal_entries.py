@@ -105,7 +105,7 @@ ServerFact: TypeAlias = (
     | LeaseGaveUp
     | LeasesStand
 )
-"""What changes servers and leases; told again in the same order, they stand where they stood."""
+"""Changes of servers and leases; replayed in order, they restore their state."""
 
 Fact: TypeAlias = Join | Reaped | ViewFormed | Granted | Saved | ServerFact | Noted | LedgerFact
 """Entries that stay: the history of a job."""
@@ -135,11 +135,11 @@ class JournalState:
 
     view: ViewFormed | None = None
     calls: list[tuple[str, str] | None] = field(default_factory=list)
-    """What was granted, in order; None at the end of the script."""
+    """Granted calls, in order; None at the end of the script."""
 
     checkpoint: Saved | None = None
     server_facts: list[ServerFact] = field(default_factory=list)
-    """What happened to servers and leases, in order, as far as it still matters."""
+    """Events of servers and leases that still matter, in order."""
 
     num_noted: int = 0
     """Notes for the ledger, by the supervisor's count."""

@@ -273,7 +273,7 @@ class Coordinator:
             self._drop(each)
 
     def _oldest_stranger(self) -> _ClientConnection | None:
-        """The connection that has not said for longest who it is. Those that have since are let go of on the way."""
+        """The oldest connection that has not identified itself. Drops those that have from the list."""
         while self._strangers:
             each = self._strangers[0]
             if each.number in self._connections and not self._coordination.has_introduced_itself(each.number):
@@ -316,13 +316,13 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the journal. None: nothing is kept, and this coordinator must not die."""
 
     launch: int = 0
-    """Which launch of the run this is, by `journal.begin_launch`."""
+    """Number of the launch, by `journal.begin_launch`."""
 
     incarnation: int = 0
     """How often it was started again."""
 
     faults: tuple[Fault, ...] = ()
-    """What is to go wrong in it, at failpoints."""
+    """Injected faults, by failpoint."""
 
     credentials: Credentials | None = None
     """For processes of other hosts, which come by the descriptor `tcp_listener`."""

@@ -39,7 +39,7 @@ from shoal.runtime.transport.messages.server_coordinator import JoinServer, Serv
 from shoal.runtime.transport.messages.supervisor import ReapedServer, ScaleServers
 
 Event: TypeAlias = JoinServer | ReapedServer | ServerFilled | ServerLostStep | ScaleServers
-"""What the journal keeps of servers: messages and entries, as they came."""
+"""Journal of servers: messages and entries, in order of arrival."""
 
 # ---- actions -------------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class ServerGroup:
     def _belongs(self, placed: Holders, before: Holders) -> Holders:
         """Holders of a slot among the present servers: a server that is expected back is waited for."""
         after = [name for name in placed if _number(name) in self.members]
-        # As long as not all are there, nobody lets go of a copy.
+        # Until all new holders have it, the old ones keep their copies.
         after += [name for name in before if name not in after][: max(0, self._num_wanted - len(after))]
         return tuple(after)
 

@@ -100,8 +100,8 @@ Action: TypeAlias = FormView | RefuseEntry | ReportSuspect | ExpireWait
 class Views:
     """Forms one view after the other out of all of `num_workers` ranks.
 
-    A view is formed once; whoever lost the news of it is told again. Nobody
-    is in it but the newest incarnation of each rank.
+    A view is formed once; a rank that missed the answer gets it again. Its
+    members are the newest incarnation of each rank.
     """
 
     def __init__(

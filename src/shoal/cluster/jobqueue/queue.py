@@ -221,7 +221,7 @@ class Queue:
 
     @property
     def pool(self) -> Pool | None:
-        """What the last runner shared out; None where there was none yet."""
+        """Capacity of the last runner; None before the first."""
         row = self._db.execute("select content from pool").fetchone()
         if row is None:
             return None

@@ -62,7 +62,7 @@ class JobRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """What there is to share out."""
+    """Capacity to share out."""
 
     hosts: Mapping[str, Amount]
     """The first is the machine of the runner: every job has its head there, and a part of its workers."""

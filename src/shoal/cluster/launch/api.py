@@ -74,7 +74,7 @@ class RunResult:
     """`<run-dir>/<name>`."""
 
     summary: dict[str, Any] = field(default_factory=dict)
-    """What summary.json holds."""
+    """Contents of summary.json."""
 
     error: ShoalError | None = None
     """Why the job did not end well; nobody has printed it yet."""

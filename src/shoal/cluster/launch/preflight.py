@@ -30,7 +30,7 @@ MAX_PROCESSES_PER_CORE = 32
 """Trying a large job out on a small machine is fine; beyond this its workers only wait for their turn, and find each other late."""
 
 PROCESS_BYTES = 50 << 20
-"""What a worker takes before it has a model, measured with 16 of them: what they share with their parent is not in it."""
+"""Memory of a worker without a model, measured with 16 of them; pages shared with their parent are not in it."""
 
 
 def refuse_too_large(

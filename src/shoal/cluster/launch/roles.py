@@ -54,7 +54,7 @@ PRELOAD = (
     "shoal.train.trainer",
     "shoal.train.custom.loop",
 )
-"""What the warm parent imports before it forks: whatever costs a worker time at its first step."""
+"""Modules that the warm parent imports before it forks: those that would cost a worker time at its first step."""
 
 PRELOAD_WHERE_NAMED = {"metrics": "shoal.train.metrics", "HashEmbedding": "numba", "shoal.features": "numba"}
 """A word in the script -> what it will probably need. torchmetrics takes up to seconds to import; not all need it.

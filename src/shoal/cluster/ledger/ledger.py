@@ -255,10 +255,10 @@ class Epoch:
     """Beyond those: of a last batch that is not full, where the user left it out."""
 
     spans: list[SampleSpan] = field(default_factory=list)
-    """What counts, in the order in which it was trained."""
+    """Ranges that count, in training order."""
 
     again: list[SampleSpan] = field(default_factory=list)
-    """What was trained, lost with a job that died, and has to be trained again."""
+    """Ranges that were trained, lost with a job that died, and must be trained again."""
 
     skipped: set[int] = field(default_factory=set)
     """Numbers of samples that were bad and left out."""
@@ -270,7 +270,7 @@ class Epoch:
     """Samples that were computed when they counted already; nothing came of it."""
 
     end: int | None = None
-    """Where it ended, once it has."""
+    """Its end, once it is over."""
 
     @property
     def total(self) -> int | None:
@@ -326,7 +326,7 @@ class Ledger:
     """(launch, rank, incarnation) of every worker that took another's place."""
 
     trained: list[Trained] = field(default_factory=list)
-    """What workers wrote into files of their own, over all launches."""
+    """Records in the workers' own files, over all launches."""
 
     _began: dict[int, tuple[int, TrainingBegan]] = field(default_factory=dict)  # by call: launch and fact
     _newest: int | None = None  # call

@@ -37,7 +37,7 @@ LEAVE_SIGNALS = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
 }
-"""What the supervisor was sent -> what it sends its workers."""
+"""Signal to the supervisor -> signal to its workers."""
 
 
 # ---- events --------------------------------------------------------------------------------------
@@ -606,8 +606,8 @@ class JobLifecycle:
         why = self._why_killed.pop(rank, "")
         died = WorkerDeath(rank, code, rank in self.finished, why, num_times, lost_with)
         # Once a rank has left, there is nobody for a replacement to take its state from, or to run with.
-        # Of a script's own group, and where its loop runs a model in parts, those that lose a peer leave too; all of them are
-        # started again.
+        # A script's own group, or a loop whose model is cut over the ranks: ranks that lose a peer exit too, and all of them are
+        # restarted.
         leave_with_it = self._has_own_group or self._restart.all_hold_parts
         lost_peer = [f for f in self.failures if f.kind == "peer" and leave_with_it]
         have_others_left = bool(self.finished or len(self.failures) > len(lost_peer))

@@ -65,7 +65,7 @@ class JobOutcome:
 
     exchange: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, Any] = field(default_factory=dict)
-    """What the newest fit sent of its gradients."""
+    """Gradient traffic of the newest fit."""
 
     has_own_loop: bool = False
     """The script trains by shoal.setup."""

@@ -96,7 +96,7 @@ class Log:
         return self._tail.decode(errors="replace").splitlines()
 
     def close(self) -> None:
-        """Let go of the file; `last_lines` still answers."""
+        """Close the file; `last_lines` still answers."""
         if self._file is not None:
             self._file.close()
 

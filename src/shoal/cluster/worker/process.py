@@ -37,7 +37,7 @@ from shoal.runtime.transport import endpoint, interfaces, tls
 from shoal.runtime.transport.tls import Credentials
 
 _LEAVE = {signal.SIGUSR1: "SIGINT", signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
-"""What asks a worker to leave -> what asked its job. SIGUSR1 is how the supervisor hands Ctrl-C on."""
+"""Signal to a worker -> signal to its job. The supervisor forwards Ctrl-C as SIGUSR1."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):

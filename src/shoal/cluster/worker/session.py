@@ -174,8 +174,8 @@ def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0, waited_i
     """Wait for all ranks at the next view. In a plain process there is one view, and nobody to wait for.
 
     `waited_s` is how long this rank waited for the others in the exchange
-    that broke (`waited_in`): whoever is to blame for it has used up so much of
-    their time.
+    that broke (`waited_in`): the missing rank has used up that much of its
+    time-out.
     """
     jobs.share()
     if (client := _session.client) is None:

@@ -71,7 +71,7 @@ class Session(Protocol):
         """End the transaction; the next question begins another."""
 
     def close(self) -> None:
-        """Let go of the connection. Never raises."""
+        """Close the connection. Never raises."""
 
 
 class Database(Protocol):

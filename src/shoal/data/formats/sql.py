@@ -106,7 +106,7 @@ class Sessions:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def close(self) -> None:
-        """Let go of every connection that is not in use."""
+        """Close every connection that is not in use."""
         self._own()
         with self._lock:
             _close_all(self._idle, self._owner)

@@ -2,7 +2,7 @@
 
 A sample is a dict of columns, or (dict, label). The rows come from a storage;
 here they become tensors, strings and padded lists, and a bad row becomes the
-error of whoever asks for it.
+error of the request for it.
 """
 
 from __future__ import annotations

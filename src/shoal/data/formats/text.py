@@ -568,7 +568,7 @@ class JsonDecoder(_TypedDecoder):
 
 
 _UNFIT = (OverflowError, TypeError, ValueError)
-"""What Arrow raises for a value that is not of a type; its own errors are a ValueError and a TypeError."""
+"""Errors of Arrow for a value that is not of a type; its own are a ValueError and a TypeError."""
 
 
 def _one_array(url: str) -> DataError:

@@ -67,7 +67,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
     who: str
     run: str
-    """Which start of the program this was; attempts of others say nothing about ours."""
+    """Identifies a start of the program; attempts of other starts do not count."""
 
 
 class Claim:

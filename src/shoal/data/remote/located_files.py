@@ -51,7 +51,7 @@ class LocationConfig:
     """Fetched by the first who reads; or sent by the host that has them, to each, or along a chain of hosts."""
 
     cache_directory: str | None = None
-    """Where a host keeps its copies. None: with the job, and gone with it."""
+    """Directory of a host's copies. None: the job's scratch, removed with it."""
 
     cache_bytes: int | None = None
     """At most so many of them. None: half of what is free there."""

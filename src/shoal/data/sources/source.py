@@ -26,7 +26,7 @@ class StreamPlan(Protocol):
     """The records of a stream by position: part of a checkpoint, for it grows while it is read."""
 
     def export_state(self, position: int) -> dict[str, Any]:
-        """What a reader that goes on at this position needs, fit for JSON."""
+        """State of a reader at this position, fit for JSON."""
 
     def import_state(self, state: Mapping[str, Any]) -> None:
         """Go by an exported plan from now on; refuse where that cannot be."""

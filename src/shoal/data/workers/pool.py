@@ -185,7 +185,7 @@ _PACKET_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """How many processes read, and how much patience there is with them."""
+    """Number of reader processes, and their time-outs."""
 
     num_processes: int
     """Processes that read."""
@@ -230,7 +230,7 @@ class _ReaderProcess(NamedTuple):
             signal.pidfd_send_signal(self.pidfd, signum)
 
     def close(self) -> None:
-        """Let go of it; a process that waits for work then ends."""
+        """Close it; a process that waits for work then ends."""
         with contextlib.suppress(OSError):  # not only closed: somebody else may have been forked with a copy
             self.line.shutdown(socket.SHUT_RDWR)
         self.line.close()

@@ -228,7 +228,7 @@ class ReadTask(NamedTuple):
     """None: it is in the file beside this packet."""
 
     valid_from: int
-    """What has a lower number is called off."""
+    """Tasks with lower numbers are cancelled."""
 
     released: list[int]
     """Segments that may be used again."""
@@ -250,7 +250,7 @@ class ReadOutcome(NamedTuple):
     """Of the error, in the reader: no exception can take it along."""
 
     told: tuple[tuple[str, dict[str, Any]], ...] = ()
-    """What happened meanwhile that is worth writing down."""
+    """Events since the last answer, for the record."""
 
     def get(self) -> Any:
         for kind, facts in self.told:
