@@ -26,6 +26,8 @@ from shoal.errors import PeerLost, TrainingError
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # the gradients that are ready first should leave early
+BETWEEN_HOSTS_BYTES = 4 << 20
+"""Of a bucket between hosts: on a network the bytes take longer than one more exchange, so they leave while backward runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class GradientExchange:
         *,
         sparse: frozenset[str],
         compressor: Compressor | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.compressor = compressor
         self.traffic = Traffic() if compressor is None else compressor.traffic
@@ -114,7 +117,7 @@ class GradientExchange:
             for index, (name, parameter) in enumerate(named)
             if name not in sparse
         ]
-        self.layout = lay_out(dense)
+        self.layout = lay_out(dense, bucket_bytes=bucket_bytes)
         self._memory = [
             torch.zeros(bucket.length, dtype=like.dtype, device=like.device)
             for bucket in self.layout
