@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shoal.collectives.compression import Compressor, Gradient, Traffic
 from shoal.collectives.reducer import Reducer
-from shoal.collectives.sparse_rows import RowExchange, Rows, no_rows, rows_of
+from shoal.collectives.sparse_rows import RowExchange, Rows, RowScatter, no_rows, rows_of, start_exchange
 from shoal.errors import PeerLost, TrainingError
 
 BUCKET_BYTES = 25 << 20
@@ -193,7 +193,7 @@ class GradientExchange:
         self._used = [[False] * len(bucket.indices) for bucket in self.layout]
         self._next = 0
         self._works: list[Any] = []
-        self._rows: RowExchange | None = None
+        self._rows: RowExchange | RowScatter | None = None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -249,7 +249,7 @@ class GradientExchange:
         ):
             tables = [self._own_rows(index) for index in self._sparse]
             self.traffic.count_uncompressed(*(tensor for rows in tables for tensor in rows))
-            self._rows = RowExchange(tables, group)
+            self._rows = start_exchange(tables, group)
 
     def _start(self, number: int, group: Reducer) -> list[Any]:
         bucket, memory = self.layout[number], self._memory[number]

@@ -262,6 +262,8 @@ class TlsWires:
 class TlsRing(Threaded):
     """Reducer whose every operation goes over `TlsWires`, in one thread, in the order of starting."""
 
+    scatters_rows = False  # torch's all-to-all is not encrypted
+
     def __init__(self, job: Job, native: Native, credentials: Credentials) -> None:
         self._wires = TlsWires(job, native, credentials)
         super().__init__(native, lambda flat: ring.all_reduce(self._wires, flat))

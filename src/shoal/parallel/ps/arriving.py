@@ -37,7 +37,9 @@ _NO_VALUES = frozenset(
 def can_follow(model: nn.Module) -> bool:
     """Whether every use of a weight can be seen: compiled code and scripts call no function of torch's."""
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is not None and compiler.cached_backends:  # something is compiled, if only a function of the script's
+    if (
+        compiler is not None and compiler.cached_backends
+    ):  # something is compiled, if only a function of the script's
         return False
     return not any(
         isinstance(module, torch.jit.ScriptModule)
