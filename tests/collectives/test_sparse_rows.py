@@ -50,27 +50,27 @@ class ByAllToAll:
 
     scatters_rows = True
 
-    def __init__(self, native: Any) -> None:
-        self._native, self.rank, self.num_workers = native, native.rank, native.num_workers
+    def __init__(self, group: Any) -> None:
+        self._group, self.rank, self.num_workers = group, group.rank, group.num_workers
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._native, name)
+        return getattr(self._group, name)
 
     def swap_parts(self, parts: Tensor) -> Tensor:
-        return torch.stack([each[self.rank] for each in self._native.all_gather(parts)])
+        return torch.stack([each[self.rank] for each in self._group.all_gather(parts)])
 
 
-def in_memory(native: Any) -> Any:
-    return Shm(native, num_cores=1)
+def in_memory(group: Any) -> Any:
+    return Shm(group, num_cores=1)
 
 
 @pytest.mark.parametrize("reducer", [in_memory, ByAllToAll])
 @settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_all_ranks_hold_the_sum_in_rank_order(reducer: Callable[[Any], Any], sizes: list[list[int]]) -> None:
-    def run(native: Any) -> list[Rows]:
-        tables = [rows_of(gradient(native.rank, n, size)) for n, size in enumerate(sizes[native.rank])]
-        return start_exchange(tables, reducer(native)).finish()
+    def run(group: Any) -> list[Rows]:
+        tables = [rows_of(gradient(group.rank, n, size)) for n, size in enumerate(sizes[group.rank])]
+        return start_exchange(tables, reducer(group)).finish()
 
     for result in with_ranks(len(sizes), run):
         for number, rows in enumerate(result):

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.collectives.exchanges import TorchWires
+from shoal.collectives.exchanges import TorchP2P
 from shoal.collectives.reducer import Native, Reducer, Scheme, Threaded
-from shoal.collectives.schemes import Wires, chain, part_bounds, parts_of, ring
+from shoal.collectives.schemes import P2P, chain, part_bounds, parts_of, ring
 from shoal.collectives.shm import KINDS, Shm
 from shoal.config.job import Job
 
@@ -34,32 +34,32 @@ SLICE_BYTES = 256 << 10
 class Hierarchical:
     """One rank's place: the sum over its host, and the ring if it speaks for that host."""
 
-    def __init__(self, within: Scheme, between: Wires | None) -> None:
+    def __init__(self, within: Scheme, between: P2P | None) -> None:
         """`between` connects the first rank of each host; None for all others."""
         self._within, self._between = within, between
 
     @classmethod
-    def open(cls, job: Job, native: Native) -> Reducer:
+    def open(cls, job: Job, group: Native) -> Reducer:
         hosts = [job.host_of(rank) for rank in range(job.num_workers)]
         of_host = [[rank for rank, host in enumerate(hosts) if host == each] for each in sorted(set(hosts))]
-        mine = next(ranks for ranks in of_host if native.rank in ranks)
+        mine = next(ranks for ranks in of_host if group.rank in ranks)
         speakers = [ranks[0] for ranks in of_host]
-        between = TorchWires(native, speakers) if native.rank in speakers else None
-        if not _are_at_home(job, native, hosts):
-            relayed = cls(partial(chain.all_reduce, TorchWires(native, mine)), between)
-            return Threaded(native, relayed.all_reduce, dtypes=KINDS)
-        shm = Shm.open(job, native, mine)
+        between = TorchP2P(group, speakers) if group.rank in speakers else None
+        if not _are_at_home(job, group, hosts):
+            relayed = cls(partial(chain.all_reduce, TorchP2P(group, mine)), between)
+            return Threaded(group, relayed.all_reduce, dtypes=KINDS)
+        shm = Shm.open(job, group, mine)
         simple = cls(partial(_sum_in_memory, shm), between)
         num_lanes = len(mine) if len({len(ranks) for ranks in of_host}) == 1 else 1
-        at = mine.index(native.rank)
-        lane = TorchWires(native, [ranks[at] for ranks in of_host]) if at < num_lanes else None
+        at = mine.index(group.rank)
+        lane = TorchP2P(group, [ranks[at] for ranks in of_host]) if at < num_lanes else None
         pieces = InPieces(shm, lane, num_hosts=len(of_host), num_lanes=num_lanes)
 
         def all_reduce(flat: Tensor) -> None:
             is_small = flat.nbytes <= SLICE_BYTES or len(of_host) == 1
             (simple.all_reduce if is_small else pieces.all_reduce)(flat)
 
-        return Threaded(native, all_reduce, dtypes=KINDS)
+        return Threaded(group, all_reduce, dtypes=KINDS)
 
     def all_reduce(self, flat: Tensor) -> None:
         """Sum `flat` over the ranks, in place: in rank order within a host, around the ring between hosts."""
@@ -80,7 +80,7 @@ class InPieces:
     start the same sums in memory in the same order.
     """
 
-    def __init__(self, shm: Shm, lane: Wires | None, *, num_hosts: int, num_lanes: int) -> None:
+    def __init__(self, shm: Shm, lane: P2P | None, *, num_hosts: int, num_lanes: int) -> None:
         """`lane` connects the ranks that have the same place on their hosts; None where this one has none."""
         self._shm, self._lane, self._num_hosts, self._num_lanes = shm, lane, num_hosts, num_lanes
 
@@ -142,10 +142,10 @@ class InPieces:
         _sum_in_memory(shm, part.view(torch.uint8))  # as bytes, for the sake of -0.0
 
 
-def _are_at_home(job: Job, native: Native, hosts: Sequence[int]) -> bool:
+def _are_at_home(job: Job, group: Native, hosts: Sequence[int]) -> bool:
     """Whether all ranks of each host are on one machine. Collective, and the same everywhere."""
     here = torch.tensor([zlib.crc32(job.host_address.encode())])
-    machines = [int(each) for each in native.all_gather(here)]
+    machines = [int(each) for each in group.all_gather(here)]
     return len(set(zip(hosts, machines, strict=True))) == len(set(hosts))
 
 

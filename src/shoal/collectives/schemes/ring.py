@@ -13,14 +13,14 @@ from torch import Tensor
 from shoal.collectives.schemes import Swaps, parts_of
 
 
-def all_reduce(wires: Swaps, flat: Tensor) -> None:
+def all_reduce(p2p: Swaps, flat: Tensor) -> None:
     """Sum `flat` over the ranks, in place. Part p is added up from rank p on, around the ring."""
-    _swap_all(wires, sum_steps(wires.rank, parts_of(flat, wires.num_ranks)))
+    _swap_all(p2p, sum_steps(p2p.rank, parts_of(flat, p2p.num_ranks)))
 
 
-def all_gather(wires: Swaps, parts: list[Tensor], *, own: int) -> None:
+def all_gather(p2p: Swaps, parts: list[Tensor], *, own: int) -> None:
     """Pass the finished part (`own`) on, and receive the others."""
-    _swap_all(wires, gather_steps(parts, own=own))
+    _swap_all(p2p, gather_steps(parts, own=own))
 
 
 def sum_steps(rank: int, parts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -41,7 +41,7 @@ def gather_steps(parts: list[Tensor], *, own: int) -> Iterator[tuple[Tensor, Ten
         yield parts[(own - step) % num], parts[(own - step - 1) % num]
 
 
-def _swap_all(wires: Swaps, steps: Iterator[tuple[Tensor, Tensor]]) -> None:
-    num, rank = wires.num_ranks, wires.rank
+def _swap_all(p2p: Swaps, steps: Iterator[tuple[Tensor, Tensor]]) -> None:
+    num, rank = p2p.num_ranks, p2p.rank
     for outgoing, incoming in steps:
-        wires.swap((rank + 1) % num, outgoing, (rank - 1) % num, incoming)
+        p2p.swap((rank + 1) % num, outgoing, (rank - 1) % num, incoming)
