@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -127,8 +128,8 @@ def _cut(table: Rows, num_ranks: int) -> list[Rows]:
     owner = torch.from_numpy((spread % np.uint64(num_ranks)).astype(np.int64))
     order = torch.argsort(owner, stable=True)
     keys, values = table.keys[order], table.values[order]
-    sizes = torch.bincount(owner, minlength=num_ranks).tolist()
-    return [Rows(*pair) for pair in zip(keys.split(sizes), values.split(sizes), strict=True)]
+    ends = [0, *torch.bincount(owner, minlength=num_ranks).cumsum(0).tolist()]
+    return [Rows(keys[begin:end], values[begin:end]) for begin, end in pairwise(ends)]
 
 
 def _lay_out(tables: Sequence[Rows], most: Tensor) -> tuple[list[tuple[int, int]], int]:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 WAVE_BYTES = 1 << 20
 """Of a wave: a message of its own costs less than the time that this takes on a network."""
 
+_TENSOR: Any = Tensor  # as a class: its attributes are descriptors there
 _NO_VALUES = frozenset(
     getter.__get__
     for name in (
@@ -30,7 +31,7 @@ _NO_VALUES = frozenset(
         "is_sparse", "is_quantized", "is_meta", "is_cuda", "is_cpu", "is_nested", "itemsize", "nbytes",
     )
     if (getter := getattr(Tensor, name, None)) is not None
-) | {Tensor.grad.__set__, Tensor.size, Tensor.numel, Tensor.dim, Tensor.is_contiguous, Tensor.is_floating_point}  # fmt: skip
+) | {_TENSOR.grad.__set__, Tensor.size, Tensor.numel, Tensor.dim, Tensor.is_contiguous, Tensor.is_floating_point}  # fmt: skip
 """Calls that look at a tensor and not at what is in it."""
 
 
