@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.collectives.schemes import allgather, chain, halving, mapreduce, ring, tree
+from shoal.collectives.schemes import allgather, chain, halving, hierarchical, mapreduce, ring, tree
 from shoal.collectives.schemes import broadcast as everyone
-from shoal.collectives.schemes.hierarchical import Hierarchical
+from shoal.collectives.schemes.hierarchical import Hierarchical, InPieces
 
 SCHEMES = {
     "ring": ring,
@@ -144,3 +145,65 @@ def test_a_chain_relays_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [torch.arange(50.0) * (rank + 1) for rank in range(3)]
     for result in summed("chain", parts):
         assert torch.equal(result, torch.arange(50.0) * 6)
+
+
+class InOneProcess:
+    """Stands in for `Shm` between threads: sums in rank order, through queues."""
+
+    def __init__(self, home: Lines) -> None:
+        self._home, self.rank, self.num_workers = home, home.rank, home.num_ranks
+
+    def start_all_reduce(self, tensor: Tensor) -> None:
+        chain.all_reduce(self._home, tensor)
+
+    def finish(self, work: None, operation: str) -> None:
+        pass
+
+    def gather_in_place(self, whole: Tensor, operation: str) -> None:
+        if len(whole):
+            ring.all_gather(self._home, list(whole.view(self.num_workers, -1)), own=self.rank)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_ranks=st.lists(st.integers(1, 3), min_size=2, max_size=4),
+    length=st.integers(0, 200),
+    slice_bytes=st.integers(1, 80),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_pieces_and_lanes_leave_the_bits_of_a_sum_in_one_piece(
+    num_ranks: list[int], length: int, slice_bytes: int, dtype: torch.dtype
+) -> None:
+    hosts, count = [], 0
+    for num in num_ranks:
+        hosts.append(list(range(count, count + num)))
+        count += num
+    parts = [
+        (torch.randn(length, generator=torch.Generator().manual_seed(rank)) * 10.0**rank).to(dtype)
+        for rank in range(count)
+    ]
+    for part in parts:
+        part[::7] = -0.0
+    num_lanes = num_ranks[0] if len(set(num_ranks)) == 1 else 1
+
+    def in_one(p2p: Lines) -> Tensor:
+        flat, mine = parts[p2p.rank].clone(), next(ranks for ranks in hosts if p2p.rank in ranks)
+        speakers = [ranks[0] for ranks in hosts]
+        between = Part(p2p, speakers) if p2p.rank in speakers else None
+        Hierarchical(partial(chain.all_reduce, Part(p2p, mine)), between).all_reduce(flat)
+        return flat
+
+    def in_pieces(p2p: Lines) -> Tensor:
+        flat, mine = parts[p2p.rank].clone(), next(ranks for ranks in hosts if p2p.rank in ranks)
+        at = mine.index(p2p.rank)
+        lane = Part(p2p, [ranks[at] for ranks in hosts]) if at < num_lanes else None
+        home: Any = InOneProcess(Part(p2p, mine))
+        InPieces(home, lane, num_hosts=len(hosts), num_lanes=num_lanes).all_reduce(flat)
+        return flat
+
+    expected = on_all(count, in_one)
+    with mock.patch.object(hierarchical, "SLICE_BYTES", slice_bytes):
+        got = on_all(count, in_pieces)
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, expected, strict=True)
+    )

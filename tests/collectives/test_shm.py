@@ -173,3 +173,30 @@ def test_every_rank_gathers_every_part_between_sums(num_workers: int, sizes: lis
             dtype = DTYPES[(number + size) % len(DTYPES)]
             for rank, found in enumerate(parts):
                 assert torch.equal(found, part(rank, number, 2 * size, dtype)[::2])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_workers=st.integers(1, 5),
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_even_parts_are_gathered_where_they_lie_between_sums(
+    num_workers: int, lengths: list[int], dtype: torch.dtype
+) -> None:
+    def run(group: Any) -> list[Tensor]:
+        reducer, found = Shm(group, num_cores=1), []
+        for number, length in enumerate(lengths):
+            whole = torch.zeros(num_workers * length, dtype=dtype)
+            whole.view(num_workers, length)[group.rank] = part(group.rank, number, length, dtype)
+            summed = part(group.rank, number, length, dtype)
+            reducer.finish(reducer.start_all_reduce(summed), "a sum")
+            reducer.gather_in_place(whole, "a gathering")
+            found += [whole, summed]
+        return found
+
+    for result in with_ranks(num_workers, run):
+        for number, length in enumerate(lengths):
+            parts = [part(rank, number, length, dtype) for rank in range(num_workers)]
+            assert torch.equal(result[2 * number], torch.cat(parts))
+            assert torch.equal(result[2 * number + 1], in_rank_order(num_workers, number, length, dtype))

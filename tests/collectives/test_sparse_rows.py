@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from shoal.collectives import sparse_rows
 from shoal.collectives.shm import Shm
-from shoal.collectives.sparse_rows import RowExchange, Rows, rows_of
+from shoal.collectives.sparse_rows import Rows, rows_of, start_exchange
 
 NUM_ROWS = 20
 SHAPES = ((3, torch.float32), (4, torch.float64), (2, torch.bfloat16))
@@ -44,12 +45,32 @@ def added_by_hand(of_ranks: list[Tensor]) -> tuple[list[int], Tensor]:
     return sorted(seen), total
 
 
+class ByAllToAll:
+    """Ranks of several hosts: an all-to-all, out of an all-gather."""
+
+    scatters_rows = True
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.rank, self.num_workers = group, group.rank, group.num_workers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def swap_parts(self, parts: Tensor) -> Tensor:
+        return torch.stack([each[self.rank] for each in self._group.all_gather(parts)])
+
+
+def in_memory(group: Any) -> Any:
+    return Shm(group, num_cores=1)
+
+
+@pytest.mark.parametrize("reducer", [in_memory, ByAllToAll])
 @settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_all_ranks_hold_the_sum_in_rank_order(sizes: list[list[int]]) -> None:
+def test_all_ranks_hold_the_sum_in_rank_order(reducer: Callable[[Any], Any], sizes: list[list[int]]) -> None:
     def run(group: Any) -> list[Rows]:
         tables = [rows_of(gradient(group.rank, n, size)) for n, size in enumerate(sizes[group.rank])]
-        return RowExchange(tables, Shm(group, num_cores=1)).finish()
+        return start_exchange(tables, reducer(group)).finish()
 
     for result in with_ranks(len(sizes), run):
         for number, rows in enumerate(result):

@@ -80,3 +80,35 @@ def test_an_encrypted_ring_computes_the_bits_of_the_ring_and_recovers(
     assert [each["rank"] for each in job.events("worker-replaced")] == [1]
     assert job.events("went-back") == []
     assert differences(out, undisturbed(3, "--exchange", "ring"), 3) == []
+
+
+@pytest.mark.parametrize(
+    ("on_hosts", "on_one"),
+    [((), ("--exchange", "tree")), (("--strategy", "ps", "--servers", "2"),) * 2],
+    ids=["ddp", "ps"],
+)
+def test_megabytes_that_travel_in_pieces_and_while_others_compute_leave_the_same_bits(
+    on_hosts: tuple[str, ...],
+    on_one: tuple[str, ...],
+    start_job: Callable[..., HostsJob],
+    shared_folder: Path,
+) -> None:
+    """Two hosts with two ranks each add as a tree of four does: (0 + 1) + (2 + 3)."""
+    outs = []
+    for hosts, options in ((2, on_hosts), (1, on_one)):
+        outs.append(shared_folder / f"out-{hosts}")
+        outs[-1].mkdir()
+        job = start_job(
+            SCRIPT,
+            str(outs[-1]),
+            "--width",
+            "900",
+            workers=4,
+            hosts=hosts,
+            options=(*options, "--oversubscribe"),
+        )
+        if hosts > 1:
+            for host in job.cluster:
+                host.limit("200mbit")
+        assert job.wait() == 0, job.story()
+    assert differences(*outs, 4) == []

@@ -45,10 +45,15 @@ def seeded(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def model() -> nn.Module:
+def model(width: int = 16) -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(
-        nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+        nn.Linear(6, width),
+        nn.Tanh(),
+        nn.Dropout(0.1),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, 4),
     )
 
 
@@ -62,12 +67,13 @@ def main() -> None:
     )
     parser.add_argument("--keep", action="store_true", help="write checkpoints")
     parser.add_argument("--directory", help="of them; by default the run's own")
+    parser.add_argument("--width", type=int, default=16, help="of its hidden layers: 900 are 3.3 MB")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     x, label = seeded(N, 6, seed=1), torch.arange(N) * 5 % 4
     data = shoal.Dataset.from_arrays((x, label)).shuffle(seed=4).batch(10)
     trainer = shoal.Trainer(
-        model(),
+        model(asked.width),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.Adam(params, lr=0.01),
         seed=5,

@@ -57,7 +57,8 @@ def test_gathers_sums_and_gradients_over_gloo(launch_script: Callable[..., Launc
                 out = layer(out)
             return out.pow(2).mean() + table(torch.randint(0, 50, (7 * rank,), generator=g)).pow(2).sum()
 
-        for step in range(3):
+        for step in range(4):
+            group.scatters_rows = step > 1  # as between hosts
             expected = None
             for other in range(workers):
                 loss(other, step).backward()
@@ -73,5 +74,44 @@ def test_gathers_sums_and_gradients_over_gloo(launch_script: Callable[..., Launc
         print("all right")
         """,
         workers=workers,
+    )
+    assert (done.exit_code, done.stdout) == (0, "all right\n"), done.error
+
+
+@pytest.mark.parametrize("ranks_of_hosts", [[2, 2], [2, 1]], ids=["lanes", "one-lane"])
+def test_sums_between_hosts_in_pieces_have_the_bits_of_a_relay(
+    launch_script: Callable[..., Launched], ranks_of_hosts: list[int]
+) -> None:
+    done = launch_script(
+        f"""
+        import torch
+        import shoal
+        from types import SimpleNamespace
+        from shoal.collectives.reducer import Native
+        from shoal.collectives.schemes.hierarchical import Hierarchical
+        from shoal.config import job as jobs
+        from shoal.recovery.rendezvous import group
+
+        group()
+        rank, hosts = shoal.rank(), [host for host, num in enumerate({ranks_of_hosts}) for _ in range(num)]
+        ranks = Native(rank=rank, num_workers=len(hosts))
+
+        def opened(address):
+            facts = dict(num_workers=len(hosts), host_of=hosts.__getitem__, liveness=jobs.current().liveness)
+            return Hierarchical.open(SimpleNamespace(**facts, host_address=address), ranks)
+
+        at_home, away = opened(f"10.0.0.{{hosts[rank]}}"), opened(f"10.0.1.{{rank}}")
+        random = torch.Generator().manual_seed(rank)
+        for dtype in (torch.float32, torch.bfloat16):
+            for length in (10, 70_001, 262_144, 900_001):
+                pieces = (torch.randn(length, generator=random) * 10.0**rank).to(dtype)
+                pieces[::7] = -0.0
+                relayed = pieces.clone()
+                for reducer, tensor in ((at_home, pieces), (away, relayed)):
+                    reducer.finish(reducer.start_all_reduce(tensor), "a sum")
+                assert torch.equal(pieces.view(torch.uint8), relayed.view(torch.uint8)), (dtype, length)
+        print("all right")
+        """,
+        workers=sum(ranks_of_hosts),
     )
     assert (done.exit_code, done.stdout) == (0, "all right\n"), done.error

@@ -88,7 +88,7 @@ GROUPS = {
             "journal",
         ),
     ),
-    "Testing": ("faults", "pretend_hosts", "debug_rank", "profile", "steps", "tolerance"),
+    "Testing": ("faults", "debug_rank", "profile", "steps", "tolerance"),
 }
 """Options of a verb with many, by heading. What is in none is about the launch."""
 

@@ -60,6 +60,7 @@ def open_exchange(job: Job, group: Native) -> Reducer:
     """Build the reducer of a new view over its group. Collective."""
     if job.num_workers == 1:
         return group
+    group.scatters_rows = job.num_hosts > 1
     placed = placement.of_job(job)
     reducer = _automatic(job, group) if job.exchange == "auto" else _named(job, group)
     # Of devices that can exchange by themselves, torch's own is the fastest; the others work in the host's memory.

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from shoal.collectives.compression import Compressor, Gradient, Traffic
 from shoal.collectives.reducer import Reducer
-from shoal.collectives.sparse_rows import RowExchange, Rows, no_rows, rows_of
+from shoal.collectives.sparse_rows import RowExchange, Rows, RowScatter, no_rows, rows_of, start_exchange
 from shoal.errors import PeerLost, TrainingError
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # the gradients that are ready first should leave early
+BETWEEN_HOSTS_BYTES = 4 << 20
+"""Of a bucket between hosts: on a network the bytes take longer than one more exchange, so they leave while backward runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class GradientExchange:
         *,
         sparse: frozenset[str],
         compressor: Compressor | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.compressor = compressor
         self.traffic = Traffic() if compressor is None else compressor.traffic
@@ -114,7 +117,7 @@ class GradientExchange:
             for index, (name, parameter) in enumerate(named)
             if name not in sparse
         ]
-        self.layout = lay_out(dense)
+        self.layout = lay_out(dense, bucket_bytes=bucket_bytes)
         self._memory = [
             torch.zeros(bucket.length, dtype=like.dtype, device=like.device)
             for bucket in self.layout
@@ -190,7 +193,7 @@ class GradientExchange:
         self._used = [[False] * len(bucket.indices) for bucket in self.layout]
         self._next = 0
         self._works: list[Any] = []
-        self._rows: RowExchange | None = None
+        self._rows: RowExchange | RowScatter | None = None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -246,7 +249,7 @@ class GradientExchange:
         ):
             tables = [self._own_rows(index) for index in self._sparse]
             self.traffic.count_uncompressed(*(tensor for rows in tables for tensor in rows))
-            self._rows = RowExchange(tables, group)
+            self._rows = start_exchange(tables, group)
 
     def _start(self, number: int, group: Reducer) -> list[Any]:
         bucket, memory = self.layout[number], self._memory[number]

@@ -163,6 +163,7 @@ class Native:
         """
         self.rank, self.num_workers, self.is_broken = rank, num_workers, is_broken
         self._timeout_s = timeout_s
+        self.scatters_rows = False
 
     def start_all_reduce(self, tensor: Tensor) -> Any:
         with self.during("an all-reduce"):
@@ -214,6 +215,14 @@ class Native:
             self.finish(_begun(tensor, dist.all_gather(gathered, tensor, async_op=True)), "an all-gather")
         return gathered
 
+    def swap_parts(self, parts: Tensor) -> Tensor:
+        received = torch.empty_like(parts)
+        with self.during("an all-to-all"):
+            self.finish(
+                _begun(parts, dist.all_to_all_single(received, parts, async_op=True)), "an all-to-all"
+            )
+        return received
+
     def send_to(self, rank: int, tensor: Tensor) -> None:
         with self.during(f"sending to rank {rank}"):
             dist.send(tensor, rank)
@@ -238,6 +247,13 @@ class OverNative:
     """Base of exchanges that have an all-reduce of their own and leave the other collectives to torch."""
 
     _group: Native
+
+    @property
+    def scatters_rows(self) -> bool:
+        return self._group.scatters_rows
+
+    def swap_parts(self, parts: Tensor) -> Tensor:
+        return self._group.swap_parts(parts)
 
     def broadcast(self, tensor: Tensor) -> None:
         self._group.broadcast(tensor)
@@ -342,6 +358,20 @@ class GathersRows(Protocol):
     """A Reducer with a way of its own for the all-gathers of a step."""
 
     def gather_rows(self, tensor: Tensor) -> list[Tensor]: ...
+
+
+@runtime_checkable
+class SwapsParts(Protocol):
+    """A Reducer with an all-to-all."""
+
+    @property
+    def scatters_rows(self) -> bool:
+        """Whether rows of sparse gradients are added up by one rank each: where every byte goes over a network."""
+        ...
+
+    def swap_parts(self, parts: Tensor) -> Tensor:
+        """Give row r of `parts` to rank r; row r of the result came from rank r. Of one shape on every rank."""
+        ...
 
 
 def gather_rows(group: Reducer, tensor: Tensor) -> list[Tensor]:

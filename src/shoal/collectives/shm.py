@@ -187,6 +187,13 @@ class Shm(OverNative):
         self.finish(self._start(tensor.detach(), gathered), "an all-gather")
         return [part.view(tensor.dtype).reshape(tensor.shape) for part in gathered]
 
+    def gather_in_place(self, whole: Tensor, operation: str) -> None:
+        """An all-gather of even parts of a flat tensor, where each rank has its own."""
+        if self.num_workers > 1 and len(whole):
+            parts = whole.view(self.num_workers, -1)
+            gathered = whole.view(torch.uint8).view(self.num_workers, -1)
+            self.finish(self._start(parts[self.rank], gathered), operation)
+
     def _start(self, tensor: Tensor, gathered: Tensor | None = None) -> _ShmWork:
         is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         flat = (

@@ -2,7 +2,9 @@
 
 Each rank merges its duplicate ids, all of them gather everybody's rows in one
 exchange, and each adds them up by id in rank order, so every rank has the same
-bits. How many rows a rank has travels ahead, because ranks must agree on the
+bits. Between hosts a row goes to one rank only, which adds it up in the same
+order, and the sums are gathered: a network carries each row twice, however many
+ranks there are. How many rows a rank has travels ahead, because ranks must agree on the
 size of what they gather. Loops are compiled (`runtime/row_kernels.py`); torch
 adds in the same order until they are, and what they have no type for.
 """
@@ -12,17 +14,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.collectives.reducer import Reducer, gather_rows
+from shoal.collectives.reducer import Reducer, SwapsParts, gather_rows
 from shoal.runtime import kernel_cache, row_kernels
 
 _LINE = 64  # bytes: every list begins at a multiple of any number's size
 _TYPES = (torch.float32, torch.float64)
+
+
+class ScattersRows(Reducer, SwapsParts, Protocol):
+    """A Reducer with an all-to-all."""
 
 
 class Rows(NamedTuple):
@@ -72,20 +79,73 @@ class RowExchange:
         """Rows of all ranks, summed, table by table."""
         group = self._group
         group.finish(self._work, "the exchange of the sizes of sparse gradients")
-        places, num_bytes = [], 0
-        for table, most in zip(self._tables, self._counts.amax(0).tolist(), strict=True):
-            keys_at, rows_at = num_bytes, num_bytes + _whole_lines(8 * most)
-            num_bytes = rows_at + _whole_lines(most * _row_bytes(table))
-            places.append((keys_at, rows_at))
+        places, num_bytes = _lay_out(self._tables, self._counts.amax(0))
         packed = torch.empty(num_bytes, dtype=torch.uint8)
-        for table, (keys_at, rows_at) in zip(self._tables, places, strict=True):
-            for tensor, at in ((table.keys, keys_at), (table.values, rows_at)):
-                packed[at : at + tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+        _pack(self._tables, places, packed)
         parts = _side_by_side(gather_rows(group, packed)) if num_bytes else packed
         return [
             _merge(parts, num_bytes, *place, self._counts[:, number], table)
             for number, (table, place) in enumerate(zip(self._tables, places, strict=True))
         ]
+
+
+class RowScatter:
+    """The same exchange, where each row is sent to the rank that adds it up, and not to all of them."""
+
+    def __init__(self, tables: Sequence[Rows], group: ScattersRows) -> None:
+        """Start it: tell how many rows there are for whom."""
+        self._group, num = group, group.num_workers
+        self._for = [_cut(table, num) for table in tables]  # by table, then by rank
+        self._counts = torch.zeros((num, len(tables), num), dtype=torch.int64)
+        self._counts[group.rank] = torch.tensor([[len(rows.keys) for rows in cut] for cut in self._for])
+        self._work = group.start_all_reduce(self._counts)
+
+    def finish(self) -> list[Rows]:
+        group = self._group
+        group.finish(self._work, "the exchange of the sizes of sparse gradients")
+        likes = [no_rows(cut[0].values) for cut in self._for]
+        places, num_bytes = _lay_out(likes, self._counts.amax((0, 2)))
+        packed = torch.empty((group.num_workers, num_bytes), dtype=torch.uint8)
+        for rank, part in enumerate(packed):
+            _pack([cut[rank] for cut in self._for], places, part)
+        parts = (group.swap_parts(packed) if num_bytes else packed).reshape(-1)
+        mine = [
+            _merge(parts, num_bytes, *place, self._counts[:, number, group.rank], like)
+            for number, (like, place) in enumerate(zip(likes, places, strict=True))
+        ]
+        return RowExchange(mine, group).finish()
+
+
+def start_exchange(tables: Sequence[Rows], group: Reducer) -> RowExchange | RowScatter:
+    if isinstance(group, SwapsParts) and group.scatters_rows and group.num_workers > 2:
+        return RowScatter(tables, cast(ScattersRows, group))
+    return RowExchange(tables, group)
+
+
+def _cut(table: Rows, num_ranks: int) -> list[Rows]:
+    """A table's rows by the rank that adds them up: a hash of the id, as frequent ids are often neighbours."""
+    spread = (table.keys.numpy().astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)
+    owner = torch.from_numpy((spread % np.uint64(num_ranks)).astype(np.int64))
+    order = torch.argsort(owner, stable=True)
+    keys, values = table.keys[order], table.values[order]
+    ends = [0, *torch.bincount(owner, minlength=num_ranks).cumsum(0).tolist()]
+    return [Rows(keys[begin:end], values[begin:end]) for begin, end in pairwise(ends)]
+
+
+def _lay_out(tables: Sequence[Rows], most: Tensor) -> tuple[list[tuple[int, int]], int]:
+    """Where keys and rows of each table begin in a part that has room for so many of each; and the bytes of a part."""
+    places, num_bytes = [], 0
+    for table, count in zip(tables, most.tolist(), strict=True):
+        keys_at, rows_at = num_bytes, num_bytes + _whole_lines(8 * count)
+        num_bytes = rows_at + _whole_lines(count * _row_bytes(table))
+        places.append((keys_at, rows_at))
+    return places, num_bytes
+
+
+def _pack(tables: Sequence[Rows], places: Sequence[tuple[int, int]], part: Tensor) -> None:
+    for table, (keys_at, rows_at) in zip(tables, places, strict=True):
+        for tensor, at in ((table.keys, keys_at), (table.values, rows_at)):
+            part[at : at + tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
 
 
 def _merge(parts: Tensor, num_bytes: int, keys_at: int, rows_at: int, counts: Tensor, like: Rows) -> Rows:

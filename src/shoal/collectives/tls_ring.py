@@ -262,6 +262,8 @@ class TlsP2P:
 class TlsRing(Threaded):
     """Reducer whose every operation goes over `TlsP2P`, in one thread, in the order of starting."""
 
+    scatters_rows = False  # torch's all-to-all is not encrypted
+
     def __init__(self, job: Job, group: Native, credentials: Credentials) -> None:
         self._p2p = TlsP2P(job, group, credentials)
         super().__init__(group, lambda flat: ring.all_reduce(self._p2p, flat))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.collectives.compression import Traffic, compressor
-from shoal.collectives.gradients import GradientExchange
+from shoal.collectives.gradients import BETWEEN_HOSTS_BYTES, BUCKET_BYTES, GradientExchange
 from shoal.collectives.reducer import Reducer, gather_any, sum_in_rank_order
 from shoal.collectives.sync_batchnorm import BatchNormRanks, synchronise
 from shoal.config.choices import compressor_keeps_state
@@ -60,7 +60,7 @@ class Ddp:
         self._group = elastic_group()
         self._buckets: GradientExchange | None = None
         self._exchange: StepExchange  # once prepared
-        self._compress = job.compress
+        self._compress, self._is_between_hosts = job.compress, job.num_hosts > 1
         self.holds_parts = compressor_keeps_state(job.compress)
         """Whether this rank has something that no other has."""
         self._ranks: BatchNormRanks | None = None
@@ -128,8 +128,13 @@ class Ddp:
     def _make_gradients(self, model: nn.Module) -> GradientExchange | None:
         """How the gradients of this model are summed; None where the first batch has to show it."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        # Residuals of a compressor are saved by bucket, so its buckets do not depend on where a run goes on.
+        is_small = self._is_between_hosts and not self.holds_parts
         return GradientExchange(
-            trainable, sparse=sparse_parameters(model), compressor=compressor(self._compress)
+            trainable,
+            sparse=sparse_parameters(model),
+            compressor=compressor(self._compress),
+            bucket_bytes=BETWEEN_HOSTS_BYTES if is_small else BUCKET_BYTES,
         )
 
     def _make_exchange(self, model: nn.Module) -> StepExchange:

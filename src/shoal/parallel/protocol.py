@@ -8,6 +8,7 @@ shards, stages, servers) is the strategy's own business.
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -353,6 +354,15 @@ class LooksAhead(Protocol):
 
     def prefetch(self, batch: Slice) -> None:
         """The batch after the one that is run next."""
+
+
+@runtime_checkable
+class WeightsFollow(Protocol):
+    """A strategy whose weights may come while the next step already runs."""
+
+    def followed(self) -> contextlib.AbstractContextManager[None]:
+        """Steps that follow one another belong in this block; at its end all weights are there."""
+        ...
 
 
 @runtime_checkable

@@ -23,7 +23,15 @@ from shoal.data.cache.cache_plan import emit_figures
 from shoal.data.slice import Slice
 from shoal.errors import ConfigError, EmptyDataset, Interrupted, NonFiniteLoss, TrainingError
 from shoal.parallel.compute import place
-from shoal.parallel.protocol import Leased, LooksAhead, LossSum, PeriodicSync, RunsRounds, StepResult
+from shoal.parallel.protocol import (
+    Leased,
+    LooksAhead,
+    LossSum,
+    PeriodicSync,
+    RunsRounds,
+    StepResult,
+    WeightsFollow,
+)
 from shoal.parallel.step import merge_turns
 from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
@@ -183,6 +191,11 @@ class FitLoop:
         """The steps for which the workers' shares stay as they are; whether there may be more of them in the epoch."""
         if self._runs_rounds:
             return self._run_round()
+        strategy = self._strategy
+        with strategy.followed() if isinstance(strategy, WeightsFollow) else contextlib.nullcontext():
+            return self._run_steps()
+
+    def _run_steps(self) -> bool:
         limit = self._balance.begin_stretch() if self._balance is not None else None
         parts, num_run = itertools.islice(self._parts(), limit), 0
         with recorder.READ:

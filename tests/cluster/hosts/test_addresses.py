@@ -59,3 +59,7 @@ def test_joining_where_no_job_is_any_more_and_at_a_name_that_nobody_knows() -> N
         joining.join(f"shoal://127.0.0.1:{port}", key, timeout_s=0.1)
     with pytest.raises(ConfigError, match=r"nowhere\.invalid is no host that this one knows"):
         joining.join("shoal://nowhere.invalid:7070", key, timeout_s=0.1)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="no job can be joined"):
+        joining.join(f"shoal://127.0.0.1:{port}", key, timeout_s=1.0, say=said.append)
+    assert said == [f"no head answers at 127.0.0.1:{port} yet (Connection refused); trying for 1 s"]

@@ -34,7 +34,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -585,10 +585,11 @@ def join(
     source: str | None = None,
     cores: int | None = None,
     role: str = "",
+    say: Callable[[str], None] = lambda told: None,
 ) -> Admission:
     """Join the job at `shoal://host:port`. HostNotAdmitted with the head's reason; ConfigError where nobody answers.
 
-    The head may be started last, so it is tried for `timeout_s`. `run_dir` is
+    The head may be started last, so it is tried for `timeout_s`, and `say` is told so. `run_dir` is
     where a copy of the run may be; `source` an address of this host to come from, `cores` those that it may use,
     `role` that of a service.
     """
@@ -598,7 +599,7 @@ def join(
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the MAC of the key proves the head
     context.sslsocket_class = TlsStream
     try:
-        with _reach(host, port, timeout_s, source or _loopback_source(host, wants)) as sock:
+        with _reach(host, port, timeout_s, source or _loopback_source(host, wants), say) as sock:
             sock.settimeout(HANDSHAKE_S)
             own_address = sock.getsockname()[0]
             with context.wrap_socket(sock) as stream:
@@ -623,15 +624,22 @@ def _loopback_source(host: str, wants: int) -> str | None:
     return str(ipaddress.IPv4Address("127.0.0.1") + wants) if is_shared else None
 
 
-def _reach(host: str, port: int, timeout_s: float, source: str | None = None) -> socket.socket:
-    deadline = time.monotonic() + timeout_s
+def _reach(
+    host: str, port: int, timeout_s: float, source: str | None, say: Callable[[str], None]
+) -> socket.socket:
+    deadline, has_told = time.monotonic() + timeout_s, False
     while True:
         try:
             left_s = max(0.1, deadline - time.monotonic())
             return socket.create_connection((host, port), left_s, (source, 0) if source else None)
-        except OSError:  # a name may also be known only once the head's container has started
+        except OSError as error:  # a name may also be known only once the head's container has started
             if time.monotonic() + CONNECT_EVERY_S >= deadline:
                 raise
+            if not has_told:
+                has_told = True
+                say(
+                    f"no head answers at {host}:{port} yet ({error.strerror or error}); trying for {timeout_s:g} s"
+                )
         time.sleep(CONNECT_EVERY_S)
 
 

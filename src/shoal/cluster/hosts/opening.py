@@ -422,6 +422,7 @@ class _Joiner:
             source=source,
             cores=self._cores,
             role=self._role,
+            say=agent.say if timeout_s > JOIN_TRY_S else lambda told: None,
         )
         return admission._replace(
             interfaces=",".join(self._named), advertised=self._advertise or admission.own_address

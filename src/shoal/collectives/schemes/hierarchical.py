@@ -1,23 +1,34 @@
-"""`hierarchical` exchange: through shared memory inside each host, around a ring between the hosts.
+"""`hierarchical` exchange: through shared memory inside each host, around rings between the hosts.
 
-Between hosts one sum per host is sent, not one per worker. Ranks of a lost host
-may be restarted on different ones; their sum is then relayed, in the same order.
+Between hosts one sum per host is sent, not one per worker. A large tensor is
+cut into pieces: while one is on the network, the next is summed within the
+host and the one before is handed out there. Where all hosts have as many ranks,
+each rank takes a lane of every piece around a ring of its own, so that a host
+has as many connections and cores at work as workers.
+
+Ranks of a lost host may be restarted on different ones; their sum is then
+relayed, in the same order. Neither pieces nor lanes change the order of a sum.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.collectives.exchanges import TorchP2P
 from shoal.collectives.reducer import Native, Reducer, Scheme, Threaded
-from shoal.collectives.schemes import P2P, chain, ring
+from shoal.collectives.schemes import P2P, chain, part_bounds, parts_of, ring
 from shoal.collectives.shm import KINDS, Shm
 from shoal.config.job import Job
+
+SLICE_BYTES = 256 << 10
+"""Of a piece, the bytes that each host adds up: enough for a network to carry at speed, little to wait for."""
 
 
 class Hierarchical:
@@ -30,16 +41,25 @@ class Hierarchical:
     @classmethod
     def open(cls, job: Job, group: Native) -> Reducer:
         hosts = [job.host_of(rank) for rank in range(job.num_workers)]
-        mine = [rank for rank, host in enumerate(hosts) if host == job.host]
-        speakers = [hosts.index(host) for host in sorted(set(hosts))]
-        within: Scheme
-        if _are_at_home(job, group, hosts):
-            shm = Shm.open(job, group, mine)
-            within = partial(_sum_in_memory, shm)
-        else:
-            within = partial(chain.all_reduce, TorchP2P(group, mine))
+        of_host = [[rank for rank, host in enumerate(hosts) if host == each] for each in sorted(set(hosts))]
+        mine = next(ranks for ranks in of_host if group.rank in ranks)
+        speakers = [ranks[0] for ranks in of_host]
         between = TorchP2P(group, speakers) if group.rank in speakers else None
-        return Threaded(group, cls(within, between).all_reduce, dtypes=KINDS)
+        if not _are_at_home(job, group, hosts):
+            relayed = cls(partial(chain.all_reduce, TorchP2P(group, mine)), between)
+            return Threaded(group, relayed.all_reduce, dtypes=KINDS)
+        shm = Shm.open(job, group, mine)
+        simple = cls(partial(_sum_in_memory, shm), between)
+        num_lanes = len(mine) if len({len(ranks) for ranks in of_host}) == 1 else 1
+        at = mine.index(group.rank)
+        lane = TorchP2P(group, [ranks[at] for ranks in of_host]) if at < num_lanes else None
+        pieces = InPieces(shm, lane, num_hosts=len(of_host), num_lanes=num_lanes)
+
+        def all_reduce(flat: Tensor) -> None:
+            is_small = flat.nbytes <= SLICE_BYTES or len(of_host) == 1
+            (simple.all_reduce if is_small else pieces.all_reduce)(flat)
+
+        return Threaded(group, all_reduce, dtypes=KINDS)
 
     def all_reduce(self, flat: Tensor) -> None:
         """Sum `flat` over the ranks, in place: in rank order within a host, around the ring between hosts."""
@@ -50,6 +70,76 @@ class Hierarchical:
             flat.zero_()
         # The result plus zeros: how the others get it. As bytes: -0.0 plus zero is 0.0, on hosts of two ranks alone.
         self._within(flat.view(torch.uint8))
+
+
+class InPieces:
+    """The same sums of a large tensor, piece by piece.
+
+    A piece is a slice of each host's part of the whole tensor, so every element
+    goes around the ring from where it would in one piece. All ranks of a host
+    start the same sums in memory in the same order.
+    """
+
+    def __init__(self, shm: Shm, lane: P2P | None, *, num_hosts: int, num_lanes: int) -> None:
+        """`lane` connects the ranks that have the same place on their hosts; None where this one has none."""
+        self._shm, self._lane, self._num_hosts, self._num_lanes = shm, lane, num_hosts, num_lanes
+
+    def all_reduce(self, flat: Tensor) -> None:
+        under_way: deque[tuple[list[Tensor], Iterator[None]]] = deque()
+        for slices in self._pieces(flat):
+            works = [self._shm.start_all_reduce(each) for each in slices]
+            for work in works:
+                self._shm.finish(work, "the sum within a host")
+            under_way.append((slices, self._around_the_ring(slices)))
+            self._advance(under_way)
+        while under_way:
+            self._advance(under_way)
+
+    def _pieces(self, flat: Tensor) -> Iterator[list[Tensor]]:
+        parts = parts_of(flat, self._num_hosts)
+        length = max(1, SLICE_BYTES // flat.element_size() // self._num_lanes) * self._num_lanes
+        for begin in range(0, max(map(len, parts)), length):
+            yield [part[begin : begin + length] for part in parts]
+
+    def _advance(self, under_way: deque[tuple[list[Tensor], Iterator[None]]]) -> None:
+        """One more step of every piece on the network, and hand out the oldest where it is through.
+
+        The newest goes first, which waits for nothing: it is on its way while the others are waited for.
+        """
+        is_through = [next(steps, True) is True for _, steps in reversed(under_way)]
+        if is_through[-1]:
+            for part in under_way.popleft()[0]:
+                self._hand_out(part)
+
+    def _around_the_ring(self, slices: list[Tensor]) -> Iterator[None]:
+        """Have this rank's lane of a piece summed over the hosts; stops after each step that was begun."""
+        lane = self._lane
+        parts = [each[slice(*self._bounds(each))] for each in slices]
+        rank = lane.rank if lane is not None else 0
+        next_rank, before = (rank + 1) % self._num_hosts, (rank - 1) % self._num_hosts
+        num_steps = 2 * (self._num_hosts - 1)
+        steps: Any = ring.sum_steps(rank, parts) if lane is not None else iter(())
+        for _ in range(num_steps):
+            if lane is None:
+                yield
+                continue
+            outgoing, incoming = next(steps)
+            works = lane.receive(before, incoming), lane.send(next_rank, outgoing)
+            yield
+            lane.wait(*works)
+
+    def _bounds(self, whole: Tensor) -> tuple[int, int]:
+        return part_bounds(len(whole), self._shm.rank, self._num_lanes) if self._lane is not None else (0, 0)
+
+    def _hand_out(self, part: Tensor) -> None:
+        """Give every rank of the host all lanes of a slice."""
+        shm, (begin, end) = self._shm, self._bounds(part)
+        if self._num_lanes == shm.num_workers and len(part) % self._num_lanes == 0:
+            shm.gather_in_place(part, "handing a sum out within a host")
+            return
+        part[:begin].zero_()
+        part[end:].zero_()
+        _sum_in_memory(shm, part.view(torch.uint8))  # as bytes, for the sake of -0.0
 
 
 def _are_at_home(job: Job, group: Native, hosts: Sequence[int]) -> bool:

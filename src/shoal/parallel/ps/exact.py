@@ -8,6 +8,7 @@ connection to each other, and nothing a replacement would need.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -39,6 +40,7 @@ from shoal.parallel.protocol import (
     StepResult,
     TrainJob,
 )
+from shoal.parallel.ps.arriving import ArrivingWeights, can_follow
 from shoal.parallel.ps.rows import RowModule, describe
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import PsSession, ps_session
@@ -79,6 +81,7 @@ class Ps:
         self._prepared_at: int | None = None
         self._laid_out_at: int | None = None
         self._current: PushStep | None = None
+        self._arriving = ArrivingWeights()
         self._home_at = -1  # the clock as of which all of the model is in this process
         self._weights_at = -1  # the clock as of which this process's copy of the weights is
         self._is_whole = True  # the copy is as the servers hold it; compressed pulls round it
@@ -232,7 +235,6 @@ class Ps:
 
     def commit(self) -> StepResult:
         step = self._end_step() if not self._session.next_is_known else None
-        ahead = None
         if step is not None:
             ahead = self._pull_ahead(self._session.updates + 1)
         vector = self._session.commit(step)
@@ -246,12 +248,26 @@ class Ps:
                 # The worker that committed it may have died before it had told every server.
                 self._session.commit_again(self._decision_of(vector))
         verdict = self._conclude(vector)
-        if ahead is not None:
+        if step is not None:
             assert self._model is not None
-            self._session.group.finish(ahead)
-            self._model.dense.take(ahead)
+            dense = self._model.dense
+            self._arriving.follow(
+                [functools.partial(self._take_in, pull) for _, pull in ahead],
+                [dense.parameters_of(some) for some, _ in ahead],
+            )
             self._weights_at, self._is_whole = self._session.updates, not self._session.group.compression.pull
         return verdict
+
+    def _take_in(self, pull: DensePull) -> None:
+        assert self._model is not None
+        self._session.group.finish(pull)
+        self._model.dense.take(pull)
+
+    def followed(self) -> contextlib.AbstractContextManager[None]:
+        """Between hosts a forward may begin before all weights have come."""
+        is_exact = self._session.mode.kind == "exact" and self._launched.num_hosts > 1
+        can = is_exact and not self._job.compile and can_follow(self._job.model)
+        return self._arriving.watched() if can else contextlib.nullcontext()
 
     @property
     def traffic(self) -> Traffic | None:
@@ -291,6 +307,7 @@ class Ps:
         )
         parts = [vector, *self._buffers.contribution(share=self._share, rank=self._rank)]
         self._vector = torch.cat(parts).numpy()
+        self._arriving.settle()  # weights that forward did not use
         self._model.dense.arm(self._current)
 
     def _end_step(self) -> PushStep:
@@ -314,14 +331,18 @@ class Ps:
         )
         return step
 
-    def _pull_ahead(self, clock: int) -> DensePull:
+    def _pull_ahead(self, clock: int) -> list[tuple[range, DensePull]]:
+        """Ask for what the next step needs, first needed first: rows, then waves of chunks. Servers answer in that order."""
         assert self._model is not None
-        pull = self._model.dense.pull(clock, self._session.group.compression.pull)
-        self._session.group.start(pull)
         batch_ahead, self._next_batch = self._next_batch, None
         if batch_ahead is not None:
             self._model.pull_rows_ahead(batch_ahead.batch, clock)
-        return pull
+        dense, group = self._model.dense, self._session.group
+        waves = dense.waves() if self._arriving.is_watched else [range(len(dense.specs))]
+        pulls = [(some, dense.pull(clock, group.compression.pull, some=some)) for some in waves]
+        for _, pull in pulls:
+            group.start(pull)
+        return pulls
 
     def _decide(self, vector: NDArray[np.float64], norm: float) -> Decision:
         """Decide a summed step, in two phases; the same on every rank."""
@@ -448,6 +469,7 @@ class Ps:
     def refresh_copy(self) -> None:
         if self._current is not None:
             return  # within a step: the copy is what it runs on, and its rows are yet to be pushed
+        self._arriving.settle()
         if self._rows:
             self._pull_weights()
         else:
@@ -455,6 +477,7 @@ class Ps:
 
     def _pull_weights(self) -> None:
         assert self._model is not None
+        self._arriving.settle()
         if self._home_at != self._session.updates:
             self._model.pull_weights(self._session.updates)
             self._home_at = self._weights_at = self._session.updates
@@ -498,6 +521,7 @@ class Ps:
         is_whole = is_whole or not self._session.group.compression.pull
         has_them = self._weights_at == self._session.updates and self._is_whole == is_whole
         if self._model is not None and not has_them:
+            self._arriving.settle()
             self._model.dense.refresh(self._session.group, self._session.updates, is_whole=is_whole)
             self._weights_at, self._is_whole = self._session.updates, is_whole
             if not is_whole:

@@ -26,6 +26,7 @@ from shoal.embedding.row_table import RowTable
 from shoal.embedding.rules import RULES
 from shoal.parallel.protocol import LayerPlace, Piece, PieceReader, TrainJob
 from shoal.parallel.ps import rows as placement
+from shoal.parallel.ps.arriving import cut_into_waves
 from shoal.parallel.ps.named_tables import load_named, named_pieces
 from shoal.parallel.ps.rows import PlacedEmbedding, PlacementPlan, RowModule, RowRule
 from shoal.parallel.state import (
@@ -216,8 +217,10 @@ class DenseParameters:
     def _has_codecs(self) -> bool:
         return all(chunk.dtype in (torch.float32, torch.float64) for chunk in self._chunks)
 
-    def pull(self, clock: int, codec: str = "", unpushed: int = 0) -> DensePull:
-        chunks = [(c.spec.number, c.spec.slot, c.nbytes) for c in self._chunks]
+    def pull(self, clock: int, codec: str = "", unpushed: int = 0, *, some: range | None = None) -> DensePull:
+        """Of all chunks, or of `some`."""
+        wanted = self._chunks if some is None else [self._chunks[number] for number in some]
+        chunks = [(c.spec.number, c.spec.slot, c.nbytes) for c in wanted]
         codec = codec if self._has_codecs else ""
         dtypes = {c.spec.number: c.spec.dtype for c in self._chunks}
         return DensePull(
@@ -229,12 +232,19 @@ class DenseParameters:
             unpushed=unpushed,
         )
 
+    def waves(self) -> list[range]:
+        """Chunks that are pulled together, in the order of the parameters, which is mostly that of forward."""
+        return cut_into_waves([chunk.nbytes for chunk in self._chunks])
+
+    def parameters_of(self, some: range) -> Iterator[nn.Parameter]:
+        return (view[0] for number in some for view in self._chunks[number].views)
+
     @torch.no_grad()
     def take(self, pull: DensePull) -> None:
         self.newest = max(self.newest, pull.updates)
         targets: list[Tensor] = []
         values: list[Tensor] = []
-        for chunk in self._chunks:
+        for chunk in (each for each in self._chunks if each.spec.number in pull.arrived):
             flat = as_flat(pull.arrived[chunk.spec.number], chunk.dtype)
             device = chunk.accelerator
             if device is not None:

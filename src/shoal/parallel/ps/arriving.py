@@ -1,0 +1,137 @@
+"""Weights on their way from servers of other hosts: forward begins before the last of them is there.
+
+They are asked for in the order of the model's parameters, a wave of chunks at
+a time, and servers answer in that order: what the first layers need comes
+first. Whoever uses a weight waits until it has come, whoever that is: a layer,
+a loss, a callback. Two things look out for that, a mode that sees every call
+of torch's functions, and a hook before the forward of every module, whose own
+weights a compiled extension may read behind torch's back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+WAVE_BYTES = 1 << 20
+"""Of a wave: a message of its own costs less than the time that this takes on a network."""
+
+_TENSOR: Any = Tensor  # as a class: its attributes are descriptors there
+_NO_VALUES = frozenset(
+    getter.__get__
+    for name in (
+        "shape", "dtype", "device", "layout", "ndim", "grad", "grad_fn", "requires_grad", "is_leaf", "names",
+        "is_sparse", "is_quantized", "is_meta", "is_cuda", "is_cpu", "is_nested", "itemsize", "nbytes",
+    )
+    if (getter := getattr(Tensor, name, None)) is not None
+) | {_TENSOR.grad.__set__, Tensor.size, Tensor.numel, Tensor.dim, Tensor.is_contiguous, Tensor.is_floating_point}  # fmt: skip
+"""Calls that look at a tensor and not at what is in it."""
+
+
+def can_follow(model: nn.Module) -> bool:
+    """Whether every use of a weight can be seen: compiled code and scripts call no function of torch's."""
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if (
+        compiler is not None and compiler.cached_backends
+    ):  # something is compiled, if only a function of the script's
+        return False
+    return not any(
+        isinstance(module, torch.jit.ScriptModule)
+        or module._compiled_call_impl is not None
+        or type(module).__name__ == "OptimizedModule"  # of torch.compile; its own file is slow to import
+        for module in model.modules()
+    )
+
+
+def cut_into_waves(sizes: Sequence[int]) -> list[range]:
+    """Consecutive chunks of so many bytes, together WAVE_BYTES or a little more."""
+    waves, begin, num_bytes = [], 0, 0
+    for number, size in enumerate(sizes):
+        num_bytes += size
+        if num_bytes >= WAVE_BYTES or number == len(sizes) - 1:
+            waves.append(range(begin, number + 1))
+            begin, num_bytes = number + 1, 0
+    return waves
+
+
+class ArrivingWeights(TorchFunctionMode):
+    """The waves that have not been waited for. Nothing is ever left of them outside of the block of `watched`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_watched = False
+        self._waves: list[Callable[[], None]] = []
+        self._next = 0
+        self._last_wave: dict[int, int] = {}  # by the storage of a parameter
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within this block weights may follow later; at its end all are there."""
+        hook = register_module_forward_pre_hook(self._before_forward)
+        try:
+            with self:
+                self.is_watched = True
+                yield
+        finally:
+            self.is_watched = False
+            hook.remove()
+            # Whatever ended the steps: who looks at the model afterwards finds weights of one step.
+            self.settle()
+
+    def follow(
+        self, waves: Sequence[Callable[[], None]], parameters: Sequence[Iterable[nn.Parameter]]
+    ) -> None:
+        """Have each of `waves` called before the first use of one of its parameters, and after those before it."""
+        self._waves, self._next, self._last_wave = list(waves), 0, {}
+        for number, of_wave in enumerate(parameters):
+            for parameter in of_wave:
+                self._last_wave[_storage(parameter)] = number
+        if not self.is_watched:
+            self.settle()
+
+    def settle(self) -> None:
+        self._wait_up_to(len(self._waves) - 1)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._next < len(self._waves) and func not in _NO_VALUES:
+            self._wait_for((*args, *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._next < len(self._waves):
+            self._wait_for(module._parameters.values())
+
+    def _wait_for(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self._wait_up_to(self._last_wave.get(_storage(value), -1))
+            elif isinstance(value, (list, tuple)):
+                self._wait_for(value)
+            elif isinstance(value, dict):
+                self._wait_for(value.values())
+
+    def _wait_up_to(self, number: int) -> None:
+        while self._next <= number and self._next < len(self._waves):
+            wave = self._waves[self._next]
+            # Counted first: what it does are calls of torch too.
+            self._next += 1
+            wave()
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (
+        NotImplementedError,
+        RuntimeError,
+    ):  # a sparse one, or a wrapper without memory: it is nobody's weight
+        return 0
