@@ -1,4 +1,4 @@
-"""Data, checkpoints and models on s3:// and gs://, against real servers of this machine, with a kill in between."""
+"""Data, checkpoints and models on s3://, gs:// and hdfs://, against real servers of this machine, with a kill in between."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine_jobs import EngineJob
+from hadoop import hdfs, unsupported
 from object_stores import object_store
 
 SCRIPT = Path(__file__).parent / "store_training.py"
@@ -45,17 +46,21 @@ for wrong in (f"{url}/nothing/*.csv", url.replace("bucket", "no-such-bucket") + 
 MODEL = "import sys, fsspec; sys.stdout.buffer.write(fsspec.open(f'{sys.argv[1]}/model/model.safetensors').open().read())"
 
 
-@pytest.fixture(scope="module", params=["s3", "gs"])
+@pytest.fixture(scope="module", params=["s3", "gs", "hdfs"])
 def store(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """URL of a folder with the tables, and the environment in which it is reached."""
     if not os.environ.get("SHOAL_TEST_ENGINES"):
         pytest.skip("engines are started by `make test-engines` alone")
-    package = {"s3": "s3fs", "gs": "gcsfs"}[request.param]
-    pytest.importorskip(package)
-    with object_store(request.param, tmp_path_factory.mktemp("store")) as env:
-        url = f"{request.param}://bucket/job"
+    pytest.importorskip({"s3": "s3fs", "gs": "gcsfs", "hdfs": "hdfs_native"}[request.param])
+    folder = tmp_path_factory.mktemp("store")
+    if request.param == "hdfs" and (reason := unsupported()):
+        pytest.skip(reason)
+    with hdfs(folder) if request.param == "hdfs" else object_store(request.param, folder) as env:
+        url, env = (
+            (f"{env}/bucket/job", {}) if isinstance(env, str) else (f"{request.param}://bucket/job", env)
+        )
         run(TABLES, url, env)
         yield url, env
 

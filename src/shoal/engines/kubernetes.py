@@ -213,9 +213,9 @@ def _job(job: KubernetesJob, role: str, count: int) -> dict[str, Any]:
 
 def _container(job: KubernetesJob, role: str) -> dict[str, Any]:
     command = ["shoal", role, "--health", f"$(POD_IP):{HEALTH_PORT}", "--run-dir", "/runs"]
-    ports = [{"name": "health", "containerPort": HEALTH_PORT}]
+    ports = {"health": HEALTH_PORT}
     if role == COORDINATOR:
-        ports.append({"name": "join", "containerPort": DEFAULT_PORT})
+        ports["join"] = DEFAULT_PORT
         command += ["--bind", f"$(POD_IP):{DEFAULT_PORT}", "--name", job.name, "-n", str(job.num_workers)]
         command += ["--worker-services", str(job.num_hosts)]
         command += ["--strategy", job.strategy] if job.strategy else []
@@ -232,7 +232,7 @@ def _container(job: KubernetesJob, role: str) -> dict[str, Any]:
             _key(job),
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         ],
-        "ports": ports,
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _resources(resources[role]),
         "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
         "startupProbe": _probe("/healthz", periodSeconds=2, failureThreshold=60),
