@@ -28,7 +28,8 @@ FROM_SPARK = (
     "javax.servlet-api-",
 )
 FROM_DEBIAN = (
-    *(f"jetty9-{name}" for name in "server servlet util util-ajax http io security webapp xml".split()),
+    *(f"jetty9-{name}" for name in ("server", "servlet", "util", "util-ajax", "http", "io")),
+    *(f"jetty9-{name}" for name in ("security", "webapp", "xml")),
     *(f"jersey1-{name}" for name in ("core", "server", "servlet")),
 )
 SERVER = "org.apache.hadoop.hdfs.server"
@@ -70,8 +71,7 @@ def hdfs(folder: Path) -> Iterator[str]:
     processes = [_java(folder, "namenode.NameNode", "-format", "-force")]
     try:
         assert processes[0].wait(120) == 0, _log(folder, "namenode.NameNode")
-        for server in ("namenode.NameNode", "datanode.DataNode"):
-            processes.append(_java(folder, server))
+        processes += [_java(folder, server) for server in ("namenode.NameNode", "datanode.DataNode")]
         is_up = "Successfully sent block report"
         assert wait_until(lambda: is_up in _log(folder, "datanode.DataNode"), 120), _log(
             folder, "datanode.DataNode"

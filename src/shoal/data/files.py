@@ -289,7 +289,8 @@ def _local_info(url: str, stat: os.stat_result) -> FileInfo:
 
 
 def _remote_info(url: str, info: dict[str, Any]) -> FileInfo:
-    stamps = ("ETag", "etag", "md5Hash", "checksum", "mtime", "LastModified", "last_modified", "created")
+    changed = ("mtime", "LastModified", "last_modified", "modification_time", "created")
+    stamps = ("ETag", "etag", "md5Hash", "checksum", *changed)
     stamp = next((info[name] for name in stamps if info.get(name) is not None), "")
     if hasattr(stamp, "timestamp"):
         stamp = stamp.timestamp()
