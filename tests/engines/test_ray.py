@@ -68,10 +68,10 @@ def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempP
 def _autoscaling(address: str) -> dict[str, Any]:
     """Configuration of Ray's autoscaler with the provider that Ray tests it with: nodes are raylets of this machine."""
     node: dict[str, Any] = {"node_config": {}, "resources": {"CPU": 1}}
-    empty: dict[str, Any] = dict.fromkeys(("auth", "docker", "file_mounts"), {})
+    empty: dict[str, Any] = {name: {} for name in ("auth", "docker", "file_mounts")}
     commands = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
     empty |= {f"{name}_commands": [] for name in commands}
-    empty |= dict.fromkeys(("cluster_synced_files", "rsync_exclude", "rsync_filter"), [])
+    empty |= {name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")}
     return {
         **empty,
         "cluster_name": "tests",
