@@ -230,24 +230,33 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def kill_hosts(
-    report: Report, engines: list[str], env: dict[str, str], folder: Path, *, num_kills: int
+    report: Report, engines: list[str], env: dict[str, str], folder: Path, *, num_kills: int, deadline: float
 ) -> None:
     """Kill a slot of each engine; seconds to the next commit, and whether the bits are those of an undisturbed run here."""
     _, calm = kill("", env, folder)
+    kills: dict[str, list[tuple[float | None, set[str]]]] = {each: [] for each in engines}
+    round_s = 0.0
+    for _ in range(num_kills):
+        began = time.monotonic()
+        if began + round_s > deadline:
+            break
+        for engine in engines:
+            kills[engine].append(kill(engine, env, folder))
+        round_s = time.monotonic() - began
     for engine in engines:
-        kills = [kill(engine, env, folder) for _ in range(num_kills)]
-        waits = [wait for wait, _ in kills if wait is not None]
+        waits = [wait for wait, _ in kills[engine] if wait is not None]
         values = {
             "killed": ENGINES[engine].unit,
             "kills": len(waits),
             "kill_to_commit_s": round(statistics.median(waits), 2) if waits else None,
-            "bits_equal": all(weights == calm and len(weights) == 1 for _, weights in kills),
+            "spread": [round(min(waits), 2), round(max(waits), 2)] if waits else None,
+            "bits_equal": all(weights == calm and len(weights) == 1 for _, weights in kills[engine]),
             "load_average": round(os.getloadavg()[1], 1),
         }
         report.add(
             f"{engine} kill", values, model="mlp", strategy="ddp", workers=WORKERS, hosts=2, steps=NUM_STEPS
         )
-        report.save()
+    report.save()
 
 
 def measure_model(
@@ -314,7 +323,7 @@ def main(quick: bool = False, parts: Sequence[str] = (), minutes: float | None =
             raise SystemExit(f"no part '{part}'; there are kill, {', '.join(MODELS)}, each also with :ENGINE")
         with tempfile.TemporaryDirectory() as temporary, started(engines, folder := Path(temporary)) as env:
             if name == "kill":
-                kill_hosts(report, engines, env, folder, num_kills=1 if quick else 3)
+                kill_hosts(report, engines, env, folder, num_kills=1 if quick else 3, deadline=deadline)
                 continue
             (folder / "data").mkdir()
             write_data(folder / "data")
