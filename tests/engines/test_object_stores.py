@@ -76,18 +76,26 @@ def run(code: str, url: str, env: dict[str, str]) -> bytes:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def local_model(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Weights of an undisturbed job over the same tables in a folder."""
+    folder = tmp_path_factory.mktemp("here")
+    for name in ("data", "lines", "rows"):
+        (folder / name).mkdir()
+    url = f"file://{folder}"
+    run(TABLES, url, {})
+    job = EngineJob(folder / "job", ["-n", "2", str(SCRIPT), url], {})
+    assert job.wait() == 0, job.output()
+    return run(MODEL, url, {})
+
+
 def test_a_job_reads_and_saves_there_through_a_killed_worker_and_a_killed_job(
-    store: tuple[str, dict[str, str]], start_job: Callable[..., EngineJob], tmp_path: Path
+    store: tuple[str, dict[str, str]],
+    local_model: bytes,
+    start_job: Callable[..., EngineJob],
+    tmp_path: Path,
 ) -> None:
     url, env = store
-    here = f"file://{tmp_path}/here"
-    (tmp_path / "here" / "data").mkdir(parents=True)
-    (tmp_path / "here" / "lines").mkdir()
-    (tmp_path / "here" / "rows").mkdir()
-    run(TABLES, here, {})
-    undisturbed = start_job("-n", "2", str(SCRIPT), here)
-    assert undisturbed.wait() == 0, undisturbed.output()
-
     job = start_job("-n", "2", str(SCRIPT), url, str(tmp_path), env=env)
     job.wait_for_gate(tmp_path, 2)
     assert "worker 1 was killed by SIGKILL; replacing it" in job.output()
@@ -98,7 +106,7 @@ def test_a_job_reads_and_saves_there_through_a_killed_worker_and_a_killed_job(
     resumed = EngineJob(tmp_path / "resumed", [], env, program=program)
     assert resumed.wait() == 0, resumed.output()
     assert f"going on from {url}/checkpoints/step-000000004: step 4, epoch 1, sample 40" in resumed.output()
-    assert run(MODEL, url, env) == run(MODEL, here, {})
+    assert run(MODEL, url, env) == local_model
     resumed.close()
 
 

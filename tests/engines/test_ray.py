@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_jobs import TRAINING, EngineJob, command_lines, differences, trained_in_rounds
+from engine_jobs import TRAINING, EngineJob, command_lines, differences, rounds_with_a_kill
 
 from shoal.cluster.hosts.engine_hosts import own_address
 from waiting import wait_until
@@ -80,9 +80,9 @@ def _autoscaling(address: str) -> dict[str, Any]:
         "idle_timeout_minutes": 60,
         "file_mounts_sync_continuously": False,
         "provider": {"type": "fake_multinode", "head_node_id": "f" * 51 + "00000", "gcs_address": address},
-        "head_node_type": "head",
+        "head_node_type": "ray.head.default",
         "available_node_types": {
-            "head": {**node, "max_workers": 0},
+            "ray.head.default": {**node, "max_workers": 0},
             "small": {**node, "min_workers": 0, "max_workers": 2},
         },
     }
@@ -131,12 +131,10 @@ def test_a_job_larger_than_the_cluster_has_nodes_added_and_a_killed_actor_replac
 
 
 def test_rounds_as_tasks_of_ray_give_the_bits_of_local_processes_where_one_is_killed(
-    ray_address: str, start_job: Callable[..., EngineJob], tmp_path: Path
+    ray_address: str, start_job: Callable[..., EngineJob], local_rounds: dict[str, Any], tmp_path: Path
 ) -> None:
-    here = trained_in_rounds(start_job, tmp_path / "here")
-    there = trained_in_rounds(start_job, tmp_path / "there", "--on", f"ray:{ray_address}")
-    assert (tmp_path / "there.hit").exists()
-    assert all(torch.equal(here["weights"][name], there["weights"][name]) for name in here["weights"])
+    there = rounds_with_a_kill(start_job, tmp_path / "there", "--on", f"ray:{ray_address}")
+    assert all(torch.equal(each, there["weights"][name]) for name, each in local_rounds["weights"].items())
 
 
 def test_what_the_autoscaler_never_gives_ends_with_what_is_asked_for_and_what_there_is(
