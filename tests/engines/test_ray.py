@@ -79,7 +79,13 @@ def _autoscaling(address: str) -> dict[str, Any]:
         "upscaling_speed": 100,
         "idle_timeout_minutes": 60,
         "file_mounts_sync_continuously": False,
-        "provider": {"type": "fake_multinode", "head_node_id": "f" * 51 + "00000", "gcs_address": address},
+        "provider": {
+            "type": "fake_multinode",
+            "head_node_id": "f" * 51 + "00000",
+            "gcs_address": address,
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+        },
         "head_node_type": "ray.head.default",
         "available_node_types": {
             "ray.head.default": {**node, "max_workers": 0},
