@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +54,28 @@ def test_an_engine_that_is_not_installed_is_named_with_the_way_to_install_it(
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=rf"not (installed here|on PATH).*(shoal\[{name}\]|install)"):
         registry.load(name)
+
+
+def test_a_package_that_is_too_old_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda package: package)
+    monkeypatch.setattr(registry.metadata, "version", lambda package: "2.9.3")
+    with pytest.raises(
+        ConfigError, match=r"--on ray needs ray 2\.40 or newer, and 2\.9\.3 is installed here"
+    ):
+        registry.load("ray")
+
+
+def test_versions_that_are_asked_for_are_those_of_the_extras() -> None:
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for name, spec in registry.ENGINES.items():
+        if spec.package:
+            [asked] = [each for each in extras[name] if each.startswith(spec.package)]
+            assert (
+                registry._release(asked.partition(">=")[2])
+                == registry._release(spec.oldest)[: asked.count(".") + 1]
+            )
 
 
 def test_the_head_of_an_engine_has_no_worker_and_no_server() -> None:

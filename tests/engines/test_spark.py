@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,15 @@ def test_more_than_spark_has_is_refused_with_both_numbers(start_job: Callable[..
     job = start_job("-n", "2", "--hosts", "2", "--on", "spark:local[1]", str(TRAINING), "nowhere")
     assert job.wait() == 2, job.output()
     assert "2 hosts of 1 core each need 2 cores, and Spark at local[1] has 1" in job.output()
+
+
+def test_a_java_that_is_too_old_is_named(start_job: Callable[..., EngineJob], tmp_path: Path) -> None:
+    (tmp_path / "java").write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\nexit 1\n")
+    (tmp_path / "java").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JAVA_HOME": ""}
+    job = start_job("--on", "spark", str(TRAINING), "nowhere", env=env)
+    assert job.wait() == 2, job.output()
+    assert '(java is openjdk version "11.0.2", and Spark needs Java 17 or newer)' in job.output()
 
 
 def test_a_spark_that_does_not_answer_is_named(start_job: Callable[..., EngineJob]) -> None:
