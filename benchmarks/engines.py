@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -128,10 +128,15 @@ def started(engines: list[str], folder: Path) -> Iterator[dict[str, str]]:
         yield env
 
 
-def measure(
-    model: str, engine: str, seconds: float, env: dict[str, str], folder: Path
-) -> tuple[float, float]:
-    """Samples per second of all workers, and seconds from the command to the first committed step."""
+class Measured(NamedTuple):
+    """A job, measured."""
+
+    samples_per_s: float  # of all workers
+    first_step_s: float  # from the command to the first committed step
+    cpu_ms: float  # of a worker's step: what other work on the machine changes least
+
+
+def measure(model: str, engine: str, seconds: float, env: dict[str, str], folder: Path) -> Measured:
     out = folder / "out"
     for each in (out, folder / "runs"):
         shutil.rmtree(each, ignore_errors=True)
@@ -156,8 +161,12 @@ def measure(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    rates = [json.loads((out / f"{rank}.json").read_text())["samples_per_s"] for rank in range(WORKERS)]
-    return sum(rates), _lines(folder / "runs/job/metrics.jsonl")[0]["time"] - began
+    told = [json.loads((out / f"{rank}.json").read_text()) for rank in range(WORKERS)]
+    return Measured(
+        sum(each["samples_per_s"] for each in told),
+        _lines(folder / "runs/job/metrics.jsonl")[0]["time"] - began,
+        statistics.mean(each["cpu_ms_per_step"] for each in told),
+    )
 
 
 def kill(engine: str, env: dict[str, str], folder: Path) -> tuple[float | None, set[str]]:
@@ -271,7 +280,7 @@ def measure_model(
 ) -> None:
     """Alternate local and engines, round by round until the deadline; at least one round."""
     rounds, seconds = 1 if quick else 9, 3.0 if quick else 8.0
-    found: dict[str, list[tuple[float, float]]] = {each: [] for each in ("", *engines)}
+    found: dict[str, list[Measured]] = {each: [] for each in ("", *engines)}
     minimum: dict[str, list[float]] = {each: [] for each in engines}
     round_s = 0.0
     while len(found[""]) < rounds and time.monotonic() + round_s < deadline:
@@ -284,14 +293,18 @@ def measure_model(
                 )  # type: ignore[misc]
         round_s = time.monotonic() - began
     for engine in engines:
-        ratios = [ours / local for (ours, _), (local, _) in zip(found[engine], found[""], strict=True)]
+        pairs = list(zip(found[engine], found[""], strict=True))
+        ratios = [ours.samples_per_s / local.samples_per_s for ours, local in pairs]
+        cpu = [ours.cpu_ms / local.cpu_ms for ours, local in pairs]
         values = {
             "times_as_fast": round(statistics.median(ratios), 3),
             "spread": [round(min(ratios), 3), round(max(ratios), 3)],
-            "samples_per_s": round(statistics.median(rate for rate, _ in found[engine])),
-            "local_samples_per_s": round(statistics.median(rate for rate, _ in found[""])),
-            "first_step_s": round(statistics.median(wait for _, wait in found[engine]), 2),
-            "local_first_step_s": round(statistics.median(wait for _, wait in found[""]), 2),
+            "cpu_of_a_step": round(statistics.median(cpu), 3),
+            "cpu_spread": [round(min(cpu), 3), round(max(cpu), 3)],
+            "samples_per_s": round(statistics.median(each.samples_per_s for each in found[engine])),
+            "local_samples_per_s": round(statistics.median(each.samples_per_s for each in found[""])),
+            "first_step_s": round(statistics.median(each.first_step_s for each in found[engine]), 2),
+            "local_first_step_s": round(statistics.median(each.first_step_s for each in found[""]), 2),
             "engine_minimum_s": round(statistics.median(minimum[engine]), 2),
             "minimum_is_an_empty": ENGINES[engine].unit,
             "rounds": len(ratios),
