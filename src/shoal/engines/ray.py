@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal.config.hosts import Resources
@@ -199,18 +200,20 @@ def connect(address: str) -> None:
     if ray.is_initialized():
         return
     asked = address or os.environ.get("RAY_ADDRESS", "")
+    asked = _running() if asked in ("", "auto") else asked
+    own: dict[str, Any] = {}
     try:
-        if asked and asked not in ("auto", "local"):
-            reach(asked)
-        # Given no address it joins the Ray of this machine; "local" is one of its own.
-        if asked == "local" or not _init(asked or "auto", may_fail=not asked):
-            _init(None)
+        if asked == "local":
+            own = {"include_dashboard": False}
             _OWN.set()
+        else:
+            reach(asked)
+        ray.init(address=asked, logging_level=logging.ERROR, log_to_driver=False, **own)
     except Exception as error:  # Ray raises what it likes, of other versions too
         # All of it: of a Ray of another version the lines after the first say which.
         said = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
         raise ConfigError(
-            f"Ray cannot be reached at {asked or 'this machine'}: {said}. Nothing was started; start it with "
+            f"Ray cannot be reached at {asked}: {said}. Nothing was started; start it with "
             "`ray start --head`, or leave the address out, and a Ray is started here."
         ) from None
 
@@ -229,18 +232,15 @@ def _can_grow() -> bool:
     return True
 
 
-def _init(address: str | None, *, may_fail: bool = False) -> bool:
-    """Connect to a Ray, or start one here (None). False where it may fail and none runs."""
-    import ray
-
-    extra: dict[str, Any] = {} if address else {"include_dashboard": False}
+def _running() -> str:
+    """Address of the Ray that runs on this machine; "local", which is one of its own, where none does."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     try:
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **extra)
-    except ConnectionError:
-        if not may_fail:
-            raise
-        return False
-    return True
+        found = Path(folder, "ray", "ray_current_cluster").read_text().strip()
+        reach(found)  # one that was killed leaves its address behind, which Ray itself tries for minutes
+    except (OSError, ValueError):
+        return "local"
+    return found
 
 
 def _shown(name: str, amount: float) -> str:

@@ -21,9 +21,15 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
     try:
         system, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        cure = "; install its client with pip install 'shoal[hdfs]'" if url.startswith("hdfs://") else ""
-        raise ConfigError(f"{url} cannot be opened: {error}. Nothing was read{cure}.") from error
+    except (ImportError, ValueError, OSError) as error:
+        if not url.startswith("hdfs://"):
+            raise ConfigError(f"{url} cannot be opened: {error}. Nothing was read.") from error
+        said = str(error).partition("\n")[
+            0
+        ]  # pyarrow, which takes it without hdfs-native, names every place of a libjvm
+        raise ConfigError(
+            f"{url} cannot be opened: {said}. Nothing was read; install a client with pip install 'shoal[hdfs]'."
+        ) from None
     if url.startswith("hdfs://") and all(system is not each for each in _kept):
         _reach(url)
         # A fork empties fsspec's cache of clients, and there the threads of hdfs-native do not exist: a client that is let go of
