@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tomllib
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from shoal.cli.hosts import hosts_config
 from shoal.cluster.hosts import opening
 from shoal.config.hosts import HostsConfig, Resources, parse_resources
-from shoal.engines import registry
+from shoal.engines import ray, registry
 from shoal.engines.protocol import Ticket
 from shoal.errors import ConfigError
 
@@ -76,6 +77,21 @@ def test_versions_that_are_asked_for_are_those_of_the_extras() -> None:
                 registry._release(asked.partition(">=")[2])
                 == registry._release(spec.oldest)[: asked.count(".") + 1]
             )
+
+
+def test_an_address_that_a_killed_ray_left_behind_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert ray._running() == "local"
+    (tmp_path / "ray").mkdir()
+    with socket.socket() as running:
+        running.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{running.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        assert ray._running() == "local"
+        running.listen()
+        assert ray._running() == address
 
 
 def test_the_head_of_an_engine_has_no_worker_and_no_server() -> None:
