@@ -90,14 +90,8 @@ class ServerTable(RowTable):
     def _summed(self) -> tuple[Array, Array]:
         """All parts as one. Every row is read once, however many ranks there are."""
         if len(self._parts) > 1:
-            keys, places = row_kernels.unique(np.concatenate([keys for keys, _ in self._parts]))
-            rows, is_there = np.empty((len(keys), self.dim), self.dtype), np.zeros(len(keys), np.uint8)
-            begin = 0
-            for of_rank, grads in self._parts:
-                end = begin + len(of_rank)
-                row_kernels.add(grads, places[begin:end], is_there, rows)
-                begin = end
-            self._parts = [(keys, rows)]
+            keys_of, rows_of = zip(*self._parts, strict=True)
+            self._parts = [row_kernels.sum_lists(keys_of, rows_of)]
         return self._parts[0]
 
     # ---- by slot ----
@@ -133,6 +127,9 @@ class Update:
     # Of tables; of those that are not among them, as they were declared.
     table_settings: dict[int, dict[str, float]] = field(default_factory=dict)
     model: int = 0  # whose settings they are
+    # Instead of gradients: table, keys, and their values and state after `whole_after` updates, in several pieces.
+    whole: list[tuple[int, Keys, Values]] = field(default_factory=list)
+    whole_after: int = 0
 
 
 class Contents:
@@ -145,6 +142,8 @@ class Contents:
         self.chunks: dict[int, ChunkSpec] = {}
         self._groups: dict[int, list[Settings]] = {}  # by model, as they were declared
         self._of_tables: dict[int, dict[str, float]] = {}  # settings that came with a table's last update
+        # By model: settings that were found to be right.
+        self._checked: dict[int, tuple[list[Settings], dict[int, dict[str, float]]]] = {}
         self._model_of_chunk: dict[int, int] = {}
         self.held: Slots = no_slots()
         self.memory_problem: Callable[[int], str | None] = lambda nbytes: None
@@ -265,8 +264,18 @@ class Contents:
                 )
         return keys
 
-    def values(self, table: ServerTable, frame: Frame, num_rows: int, codec: str = "") -> Values:
-        """One row of values per key, as they lie in a frame; decoded, where they have a codec."""
+    def values(
+        self, table: ServerTable, frame: Frame, num_rows: int, codec: str = "", *, is_whole: bool = False
+    ) -> Values:
+        """One row of values per key, as they lie in a frame; decoded, where they have a codec. `is_whole`: with state."""
+        if is_whole:
+            rows, width = as_array(frame, table.spec.dtype, "rows"), table.dim + table.state_dim
+            if len(rows) != num_rows * width or table.policy is not None or codec:
+                raise Refusal(
+                    f"whole rows of table {table.spec.number} are {width} {table.spec.dtype}, as they are, of a table without a "
+                    f"policy; got {len(rows)} numbers for {num_rows} keys"
+                )
+            return rows.reshape(num_rows, width)
         if codec:
             return _decoded(codec, frame, (num_rows, table.spec.dim), table.dtype)
         values = as_array(frame, table.spec.dtype, "values")
@@ -298,6 +307,8 @@ class Contents:
         self, model: int, settings: list[Settings], table_settings: dict[int, dict[str, float]]
     ) -> None:
         """Refuse hyper-parameters of groups, tables or rules that there are not."""
+        if self._checked.get(model) == (settings, table_settings):
+            return  # every worker sends them with every step
         num_groups = len(self._groups.get(model, []))
         if settings and len(settings) != num_groups:
             raise Refusal(f"the optimizer has {num_groups} groups here, got settings of {len(settings)}")
@@ -311,6 +322,7 @@ class Contents:
             table = self.table(number)
             if given != self._of_tables.get(number):
                 table.rule.complete(given)
+        self._checked[model] = settings, table_settings
 
     def apply(self, update: Update) -> dict[int, Keys]:
         """Change rows and chunks; the same arrays give the same bits wherever they are applied.
@@ -323,6 +335,9 @@ class Contents:
             self._have_settings(table, update.table_settings.get(number, {}))
             table.step = update.step
             table.apply(keys, values, update.factor)
+        for number, keys, values in update.whole:
+            self.tables[number].set_whole(keys, values)
+            self.tables[number].step = update.whole_after
         settings = self._groups.get(update.model, [])
         if update.settings:
             settings = [{**old, **new} for old, new in zip(settings, update.settings, strict=True)]
@@ -366,7 +381,11 @@ def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Upda
         inside = slots[slot_of(number, keys)]
         rows[number] = (keys, values) if inside.all() else (keys[inside], values[inside])
     dense = {number: each for number, each in update.dense.items() if slots[chunks[number].slot]}
-    return replace(update, slots=update.slots & slots, rows=rows, dense=dense)
+    whole = []
+    for number, keys, values in update.whole:
+        inside = slots[slot_of(number, keys)]
+        whole.append((number, keys[inside], values[inside]))
+    return replace(update, slots=update.slots & slots, rows=rows, dense=dense, whole=whole)
 
 
 def chunk_bytes(chunk: ChunkSpec) -> int:
