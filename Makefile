@@ -65,10 +65,11 @@ docs: $(DOCS_READY)
 release: $(READY)
 	.ci/release
 
-# What `make test` leaves out: every model under every strategy at 2, 3 and 4 workers, every fault in a job of its own, and
+# What `make test` and `make test-engines` leave out: every model under every strategy at 2, 3 and 4 workers, every fault in a job of its own, and
 # other cases that differ from one that it runs in numbers only.
-matrix: $(READY)
+matrix: $(READY) $(ENGINES_READY)
 	SHOAL_WHOLE_MATRIX=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m matrix
+	SHOAL_WHOLE_MATRIX=1 SHOAL_TEST_ENGINES=1 .engines/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m matrix tests/engines
 
 check: lint types policies
 

@@ -1,6 +1,7 @@
 """The click model and ResNet-18 on engines of this machine against the same job without one, alternated; and hosts killed.
 
-Needs the engines, so it runs in their environment: `.engines/bin/python -m benchmarks engines` after `make test-engines`.
+Needs the engines, so it runs in their environment: `.engines/bin/python -m benchmarks engines` after `make test-engines`; in
+pieces by `--part kill`, `--part click`, `--part resnet18`, each `--minutes 6` at most (an engine alone: `--part kill:ray`).
 Figures: times as fast as local (aim: at least 0.97), seconds from the command to the first committed step beside the
 engine's own minimum (an empty actor, task or job step), and seconds from the kill of an actor, executor, slot or job
 step to the next commit, with the weights compared with those of an undisturbed run here, bit by bit.
@@ -19,10 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -127,10 +128,15 @@ def started(engines: list[str], folder: Path) -> Iterator[dict[str, str]]:
         yield env
 
 
-def measure(
-    model: str, engine: str, seconds: float, env: dict[str, str], folder: Path
-) -> tuple[float, float]:
-    """Samples per second of all workers, and seconds from the command to the first committed step."""
+class Measured(NamedTuple):
+    """A job, measured."""
+
+    samples_per_s: float  # of all workers
+    first_step_s: float  # from the command to the first committed step
+    cpu_ms: float  # of a worker's step: what other work on the machine changes least
+
+
+def measure(model: str, engine: str, seconds: float, env: dict[str, str], folder: Path) -> Measured:
     out = folder / "out"
     for each in (out, folder / "runs"):
         shutil.rmtree(each, ignore_errors=True)
@@ -155,8 +161,12 @@ def measure(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    rates = [json.loads((out / f"{rank}.json").read_text())["samples_per_s"] for rank in range(WORKERS)]
-    return sum(rates), _lines(folder / "runs/job/metrics.jsonl")[0]["time"] - began
+    told = [json.loads((out / f"{rank}.json").read_text()) for rank in range(WORKERS)]
+    return Measured(
+        sum(each["samples_per_s"] for each in told),
+        _lines(folder / "runs/job/metrics.jsonl")[0]["time"] - began,
+        statistics.mean(each["cpu_ms_per_step"] for each in told),
+    )
 
 
 def kill(engine: str, env: dict[str, str], folder: Path) -> tuple[float | None, set[str]]:
@@ -229,71 +239,105 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def kill_hosts(
-    report: Report, engines: list[str], env: dict[str, str], folder: Path, *, num_kills: int
+    report: Report, engines: list[str], env: dict[str, str], folder: Path, *, num_kills: int, deadline: float
 ) -> None:
     """Kill a slot of each engine; seconds to the next commit, and whether the bits are those of an undisturbed run here."""
     _, calm = kill("", env, folder)
+    kills: dict[str, list[tuple[float | None, set[str]]]] = {each: [] for each in engines}
+    round_s = 0.0
+    for _ in range(num_kills):
+        began = time.monotonic()
+        if began + round_s > deadline:
+            break
+        for engine in engines:
+            kills[engine].append(kill(engine, env, folder))
+        round_s = time.monotonic() - began
     for engine in engines:
-        kills = [kill(engine, env, folder) for _ in range(num_kills)]
-        waits = [wait for wait, _ in kills if wait is not None]
+        waits = [wait for wait, _ in kills[engine] if wait is not None]
         values = {
             "killed": ENGINES[engine].unit,
             "kills": len(waits),
             "kill_to_commit_s": round(statistics.median(waits), 2) if waits else None,
-            "bits_equal": all(weights == calm and len(weights) == 1 for _, weights in kills),
+            "spread": [round(min(waits), 2), round(max(waits), 2)] if waits else None,
+            "bits_equal": all(weights == calm and len(weights) == 1 for _, weights in kills[engine]),
             "load_average": round(os.getloadavg()[1], 1),
         }
         report.add(
             f"{engine} kill", values, model="mlp", strategy="ddp", workers=WORKERS, hosts=2, steps=NUM_STEPS
         )
-        report.save()
+    report.save()
 
 
-def main(quick: bool = False) -> None:
+def measure_model(
+    report: Report,
+    model: str,
+    engines: list[str],
+    env: dict[str, str],
+    folder: Path,
+    *,
+    quick: bool,
+    deadline: float,
+) -> None:
+    """Alternate local and engines, round by round until the deadline; at least one round."""
+    rounds, seconds = 1 if quick else 9, 3.0 if quick else 8.0
+    found: dict[str, list[Measured]] = {each: [] for each in ("", *engines)}
+    minimum: dict[str, list[float]] = {each: [] for each in engines}
+    round_s = 0.0
+    while len(found[""]) < rounds and time.monotonic() + round_s < deadline:
+        began, order, first = time.monotonic(), list(found), len(found[""]) % len(found)
+        for engine in order[first:] + order[:first]:  # who goes first changes
+            found[engine].append(measure(model, engine, seconds, env, folder))
+            if engine:
+                minimum[engine].append(
+                    timed(lambda command=ENGINES[engine].minimum: _run_quietly(command, env))
+                )  # type: ignore[misc]
+        round_s = time.monotonic() - began
+    for engine in engines:
+        pairs = list(zip(found[engine], found[""], strict=True))
+        ratios = [ours.samples_per_s / local.samples_per_s for ours, local in pairs]
+        cpu = [ours.cpu_ms / local.cpu_ms for ours, local in pairs]
+        values = {
+            "times_as_fast": round(statistics.median(ratios), 3),
+            "spread": [round(min(ratios), 3), round(max(ratios), 3)],
+            "cpu_of_a_step": round(statistics.median(cpu), 3),
+            "cpu_spread": [round(min(cpu), 3), round(max(cpu), 3)],
+            "samples_per_s": round(statistics.median(each.samples_per_s for each in found[engine])),
+            "local_samples_per_s": round(statistics.median(each.samples_per_s for each in found[""])),
+            "first_step_s": round(statistics.median(each.first_step_s for each in found[engine]), 2),
+            "local_first_step_s": round(statistics.median(each.first_step_s for each in found[""]), 2),
+            "engine_minimum_s": round(statistics.median(minimum[engine]), 2),
+            "minimum_is_an_empty": ENGINES[engine].unit,
+            "rounds": len(ratios),
+            "load_average": round(os.getloadavg()[1], 1),
+        }
+        report.add(engine, values, model=model, strategy="ddp", workers=WORKERS, hosts=1, seconds=seconds)
+    report.save()
+
+
+def _run_quietly(command: list[str], env: dict[str, str]) -> None:
+    subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def main(quick: bool = False, parts: Sequence[str] = (), minutes: float | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines end with it
-    engines = []
+    deadline = time.monotonic() + 60 * (minutes or 60)
+    installed = []
     for engine in ENGINES:
         try:
             registry.load(engine)
-            engines.append(engine)
+            installed.append(engine)
         except ConfigError as error:
             print(f"{engine} is skipped: {error}", file=sys.stderr)
-    report, rounds, seconds = Report("engines", keeps_others=True), 1 if quick else 5, 3.0 if quick else 8.0
-    with tempfile.TemporaryDirectory() as name, started(engines, folder := Path(name)) as env:
-        (folder / "data").mkdir()
-        write_data(folder / "data")
-        kill_hosts(report, engines, env, folder, num_kills=1 if quick else 3)
-        for model in MODELS:
-            found: dict[str, list[tuple[float, float]]] = {each: [] for each in ("", *engines)}
-            for number in range(rounds):  # who goes first changes
-                order = list(found)
-                for engine in order[number % len(order) :] + order[: number % len(order)]:
-                    found[engine].append(measure(model, engine, seconds, env, folder))
-            for engine in engines:
-                ratios = [
-                    ours / local for (ours, _), (local, _) in zip(found[engine], found[""], strict=True)
-                ]
-                minimum = [
-                    timed(
-                        lambda command=ENGINES[engine].minimum: subprocess.run(
-                            command, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-                        )
-                    )
-                    for _ in range(3)
-                ]
-                values = {
-                    "times_as_fast": round(statistics.median(ratios), 3),
-                    "spread": [round(min(ratios), 3), round(max(ratios), 3)],
-                    "samples_per_s": round(statistics.median(rate for rate, _ in found[engine])),
-                    "local_samples_per_s": round(statistics.median(rate for rate, _ in found[""])),
-                    "first_step_s": round(statistics.median(wait for _, wait in found[engine]), 2),
-                    "local_first_step_s": round(statistics.median(wait for _, wait in found[""]), 2),
-                    "engine_minimum_s": round(statistics.median(minimum), 2),
-                    "minimum_is_an_empty": ENGINES[engine].unit,
-                    "rounds": rounds,
-                    "load_average": round(os.getloadavg()[1], 1),
-                }
-                report.add(
-                    engine, values, model=model, strategy="ddp", workers=WORKERS, hosts=1, seconds=seconds
-                )
-                report.save()
+    report = Report("engines", keeps_others=True)
+    for part in parts or ("kill", *MODELS):
+        name, _, engine = part.partition(":")
+        engines = [each for each in installed if engine in ("", each)]
+        if name not in ("kill", *MODELS) or not engines:
+            raise SystemExit(f"no part '{part}'; there are kill, {', '.join(MODELS)}, each also with :ENGINE")
+        with tempfile.TemporaryDirectory() as temporary, started(engines, folder := Path(temporary)) as env:
+            if name == "kill":
+                kill_hosts(report, engines, env, folder, num_kills=1 if quick else 3, deadline=deadline)
+                continue
+            (folder / "data").mkdir()
+            write_data(folder / "data")
+            measure_model(report, name, engines, env, folder, quick=quick, deadline=deadline)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine_jobs import TRAINING, EngineJob
+import torch
+from engine_jobs import IN_ROUNDS, ROUNDS, TRAINING, EngineJob
 
 from shoal.engines import registry
 from shoal.errors import ConfigError
@@ -54,13 +57,43 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., EngineJob]]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """`shared("name", make)`: folder that `make` filled, once for all test processes of a run."""
+
+    def shared(name: str, make: Callable[[Path], None]) -> Path:
+        root = tmp_path_factory.getbasetemp()
+        folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"shared-{name}"
+        with open(f"{folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                unfinished = tmp_path_factory.mktemp(name)
+                make(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return shared
+
+
+@pytest.fixture(scope="session")
+def undisturbed(shared: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """Results of `training.py` with 3 workers on this machine, without an engine."""
     _skip_unless_asked_for()
-    folder = tmp_path_factory.mktemp("undisturbed")
-    out = folder / "out"
-    out.mkdir()
-    job = EngineJob(folder / "job", ["-n", "3", "--exchange", "native", str(TRAINING), str(out)], {})
-    assert job.wait() == 0, job.output()
+    return shared(
+        "undisturbed",
+        lambda out: _run(out / "job", "-n", "3", "--exchange", "native", str(TRAINING), str(out)),
+    )
+
+
+@pytest.fixture(scope="session")
+def local_rounds(shared: Callable[[str, Callable[[Path], None]], Path]) -> dict[str, Any]:
+    """Result of `rounds.py` under mapreduce on this machine, without an engine."""
+    _skip_unless_asked_for()
+    out = shared("rounds", lambda out: _run(out / "job", *IN_ROUNDS, str(ROUNDS), str(out / "result")))
+    found: dict[str, Any] = torch.load(out / "result")
+    return found
+
+
+def _run(folder: Path, *args: str) -> None:
+    job = EngineJob(folder, args, {})
+    assert job.wait(360) == 0, job.output()
     job.close()
-    return out

@@ -112,15 +112,13 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 ROUNDS = Path(__file__).parent.parent / "processes" / "scripts" / "rounds.py"
+IN_ROUNDS = ("-n", "2", "--strategy", "mapreduce", "--sync-every", "3", "--seed", "0")
 
 
-def trained_in_rounds(start_job: Callable[..., EngineJob], out: Path, *options: str) -> dict[str, Any]:
-    """Result of `rounds.py` under mapreduce; a task on an engine is killed once."""
-    kill = ("kill",) if options else ()
-    job = start_job(
-        *("-n", "2", "--strategy", "mapreduce", "--sync-every", "3", "--seed", "0", *options),
-        *(str(ROUNDS), str(out), *kill),
-    )
+def rounds_with_a_kill(start_job: Callable[..., EngineJob], out: Path, *options: str) -> dict[str, Any]:
+    """Result of `rounds.py` under mapreduce on an engine, one of whose tasks is killed once."""
+    job = start_job(*IN_ROUNDS, *options, str(ROUNDS), str(out), "kill")
     assert job.wait(360) == 0, job.output()
+    assert out.with_suffix(".hit").exists()
     found: dict[str, Any] = torch.load(out)
     return found

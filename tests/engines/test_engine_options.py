@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from shoal.cli.hosts import hosts_config
 from shoal.cluster.hosts import opening
 from shoal.config.hosts import HostsConfig, Resources, parse_resources
-from shoal.engines import registry
+from shoal.engines import ray, registry
 from shoal.engines.protocol import Ticket
 from shoal.errors import ConfigError
 
@@ -52,6 +55,43 @@ def test_an_engine_that_is_not_installed_is_named_with_the_way_to_install_it(
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=rf"not (installed here|on PATH).*(shoal\[{name}\]|install)"):
         registry.load(name)
+
+
+def test_a_package_that_is_too_old_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda package: package)
+    monkeypatch.setattr(registry.metadata, "version", lambda package: "2.9.3")
+    with pytest.raises(
+        ConfigError, match=r"--on ray needs ray 2\.40 or newer, and 2\.9\.3 is installed here"
+    ):
+        registry.load("ray")
+
+
+def test_versions_that_are_asked_for_are_those_of_the_extras() -> None:
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for name, spec in registry.ENGINES.items():
+        if spec.package:
+            [asked] = [each for each in extras[name] if each.startswith(spec.package)]
+            assert (
+                registry._release(asked.partition(">=")[2])
+                == registry._release(spec.oldest)[: asked.count(".") + 1]
+            )
+
+
+def test_an_address_that_a_killed_ray_left_behind_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert ray._running() == "local"
+    (tmp_path / "ray").mkdir()
+    with socket.socket() as running:
+        running.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{running.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        assert ray._running() == "local"
+        running.listen()
+        assert ray._running() == address
 
 
 def test_the_head_of_an_engine_has_no_worker_and_no_server() -> None:

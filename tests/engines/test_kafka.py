@@ -42,6 +42,16 @@ def numbers(data: Dataset) -> list[int]:
     return [int(x["x"]) for x, _ in data]
 
 
+# The brokers differ in the protocol, which the tests below try on both; a job on one of them will do.
+@pytest.mark.parametrize(
+    "broker",
+    [
+        "apache",
+        pytest.param("librdkafka", marks=[pytest.mark.matrix] if LIBS.exists() else []),
+    ],
+    indirect=True,
+    scope="module",
+)
 def test_every_record_is_trained_once_through_a_killed_worker_a_failed_job_and_a_resume(
     broker: Broker, topic: str, start_job: Callable[..., EngineJob], tmp_path: Path
 ) -> None:

@@ -1,6 +1,6 @@
-"""Rendered files: Kubernetes' own kinds against its published schemas, SkyPilot's by its shell and its names.
+"""Rendered files: Kubernetes' kinds, JobSet and TrainJob against their published schemas, SkyPilot's by SkyPilot and a shell.
 
-JobSet and TrainJob are custom kinds, whose schemas no package has: their pods are checked as those of a Job.
+The schemas of JobSet and TrainJob are those of Kubeflow's own client (kubeflow-trainer-api), generated from its OpenAPI.
 """
 
 from __future__ import annotations
@@ -48,6 +48,21 @@ def test_manifests_are_what_kubernetes_publishes_as_their_schema() -> None:
     for job in documents[3]["spec"]["replicatedJobs"]:
         as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, **job["template"]}
         validator.validate(as_job, "1.31", strict=True)
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
+def test_custom_kinds_are_what_their_projects_publish_as_their_schema(kind: str) -> None:
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="kubeflow-trainer-api comes with `make test-engines`"
+    )
+    model = {"JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alpha1TrainJob}[kind]
+    more = (
+        ["--trainjob"] if kind == "TrainJob" else ["--strategy", "ps", "--servers", "2", "--volume", "runs"]
+    )
+    found = of_kind(render(*KUBERNETES, "--resources", "worker:cpus=2,gpus=1,memory=8", *more, *SCRIPT), kind)
+    assert model.from_dict(found).to_dict() == found  # a name that the schema lacks would not come back
+    found["spec"]["noSuchField"] = 1
+    assert model.from_dict(found).to_dict() != found
 
 
 def test_the_join_key_is_in_the_secret_alone() -> None:

@@ -1,4 +1,4 @@
-"""Data, checkpoints and models on s3:// and gs://, against real servers of this machine, with a kill in between."""
+"""Data, checkpoints and models on s3://, gs:// and hdfs://, against real servers of this machine, with a kill in between."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine_jobs import EngineJob
+from hadoop import hdfs, unsupported
 from object_stores import object_store
 
 SCRIPT = Path(__file__).parent / "store_training.py"
@@ -45,17 +46,21 @@ for wrong in (f"{url}/nothing/*.csv", url.replace("bucket", "no-such-bucket") + 
 MODEL = "import sys, fsspec; sys.stdout.buffer.write(fsspec.open(f'{sys.argv[1]}/model/model.safetensors').open().read())"
 
 
-@pytest.fixture(scope="module", params=["s3", "gs"])
+@pytest.fixture(scope="module", params=["s3", "gs", "hdfs"])
 def store(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """URL of a folder with the tables, and the environment in which it is reached."""
     if not os.environ.get("SHOAL_TEST_ENGINES"):
         pytest.skip("engines are started by `make test-engines` alone")
-    package = {"s3": "s3fs", "gs": "gcsfs"}[request.param]
-    pytest.importorskip(package)
-    with object_store(request.param, tmp_path_factory.mktemp("store")) as env:
-        url = f"{request.param}://bucket/job"
+    pytest.importorskip({"s3": "s3fs", "gs": "gcsfs", "hdfs": "hdfs_native"}[request.param])
+    folder = tmp_path_factory.mktemp("store")
+    if request.param == "hdfs" and (reason := unsupported()):
+        pytest.skip(reason)
+    with hdfs(folder) if request.param == "hdfs" else object_store(request.param, folder) as env:
+        url, env = (
+            (f"{env}/bucket/job", {}) if isinstance(env, str) else (f"{request.param}://bucket/job", env)
+        )
         run(TABLES, url, env)
         yield url, env
 
@@ -71,18 +76,26 @@ def run(code: str, url: str, env: dict[str, str]) -> bytes:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def local_model(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Weights of an undisturbed job over the same tables in a folder."""
+    folder = tmp_path_factory.mktemp("here")
+    for name in ("data", "lines", "rows"):
+        (folder / name).mkdir()
+    url = f"file://{folder}"
+    run(TABLES, url, {})
+    job = EngineJob(folder / "job", ["-n", "2", str(SCRIPT), url], {})
+    assert job.wait() == 0, job.output()
+    return run(MODEL, url, {})
+
+
 def test_a_job_reads_and_saves_there_through_a_killed_worker_and_a_killed_job(
-    store: tuple[str, dict[str, str]], start_job: Callable[..., EngineJob], tmp_path: Path
+    store: tuple[str, dict[str, str]],
+    local_model: bytes,
+    start_job: Callable[..., EngineJob],
+    tmp_path: Path,
 ) -> None:
     url, env = store
-    here = f"file://{tmp_path}/here"
-    (tmp_path / "here" / "data").mkdir(parents=True)
-    (tmp_path / "here" / "lines").mkdir()
-    (tmp_path / "here" / "rows").mkdir()
-    run(TABLES, here, {})
-    undisturbed = start_job("-n", "2", str(SCRIPT), here)
-    assert undisturbed.wait() == 0, undisturbed.output()
-
     job = start_job("-n", "2", str(SCRIPT), url, str(tmp_path), env=env)
     job.wait_for_gate(tmp_path, 2)
     assert "worker 1 was killed by SIGKILL; replacing it" in job.output()
@@ -93,7 +106,7 @@ def test_a_job_reads_and_saves_there_through_a_killed_worker_and_a_killed_job(
     resumed = EngineJob(tmp_path / "resumed", [], env, program=program)
     assert resumed.wait() == 0, resumed.output()
     assert f"going on from {url}/checkpoints/step-000000004: step 4, epoch 1, sample 40" in resumed.output()
-    assert run(MODEL, url, env) == run(MODEL, here, {})
+    assert run(MODEL, url, env) == local_model
     resumed.close()
 
 

@@ -1,18 +1,20 @@
-"""Ray, for real: a cluster of this machine, actors as hosts, one of them killed."""
+"""Ray, for real: a cluster of this machine with an autoscaler, actors as hosts, one of them killed."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engine_jobs import TRAINING, EngineJob, command_lines, differences, trained_in_rounds
+from engine_jobs import TRAINING, EngineJob, command_lines, differences, rounds_with_a_kill
 
 from shoal.cluster.hosts.engine_hosts import own_address
 from waiting import wait_until
@@ -23,14 +25,17 @@ DRIVER = Path(__file__).parent / "ray_driver.py"
 
 @pytest.fixture(scope="module")
 def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a Ray with 4 CPUs, which several jobs share."""
+    """Address of a Ray with 1 CPU, which several jobs share. Its autoscaler adds up to 2 nodes of 1 CPU, as asked for."""
     installed("ray")
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
-    options = [f"--port={port}", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
     folder = tmp_path_factory.mktemp("ray")
+    address = f"{own_address()}:{port}"
+    (folder / "autoscaling.json").write_text(json.dumps(_autoscaling(address)))
+    options = [f"--port={port}", "--num-cpus=1", "--include-dashboard=false", "--disable-usage-stats"]
+    options.append(f"--autoscaling-config={folder}/autoscaling.json")
     log = (folder / "log").open("wb")
     with (
         log,
@@ -41,6 +46,8 @@ def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempP
             RAY_AUTH_MODE="token",
             RAY_AUTH_TOKEN=secrets.token_hex(32),
             RAY_raylet_start_wait_time_s="170",
+            RAY_FAKE_CLUSTER="1",
+            AUTOSCALER_UPDATE_INTERVAL_S="1",
         ),
         subprocess.Popen(
             [*ray, "start", "--head", "--block", *options],
@@ -50,12 +57,41 @@ def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempP
         ) as head,
     ):
         _wait_for(head, Path(log.name))
-        yield f"{own_address()}:{port}"
+        yield address
         head.terminate()
         try:
             head.wait(30)
         except subprocess.TimeoutExpired:
             head.kill()
+
+
+def _autoscaling(address: str) -> dict[str, Any]:
+    """Configuration of Ray's autoscaler with the provider that Ray tests it with: nodes are raylets of this machine."""
+    node: dict[str, Any] = {"node_config": {}, "resources": {"CPU": 1}}
+    empty: dict[str, Any] = {name: {} for name in ("auth", "docker", "file_mounts")}
+    commands = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+    empty |= {f"{name}_commands": [] for name in commands}
+    empty |= {name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")}
+    return {
+        **empty,
+        "cluster_name": "tests",
+        "max_workers": 2,
+        "upscaling_speed": 100,
+        "idle_timeout_minutes": 60,
+        "file_mounts_sync_continuously": False,
+        "provider": {
+            "type": "fake_multinode",
+            "head_node_id": "f" * 51 + "00000",
+            "gcs_address": address,
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+        },
+        "head_node_type": "ray.head.default",
+        "available_node_types": {
+            "ray.head.default": {**node, "max_workers": 0},
+            "small": {**node, "min_workers": 0, "max_workers": 2},
+        },
+    }
 
 
 @contextlib.contextmanager
@@ -71,12 +107,13 @@ def _wait_for(head: subprocess.Popen[bytes], log: Path) -> None:
     assert "Ray runtime started" in log.read_text(), log.read_text()
 
 
-def test_a_killed_actor_is_replaced_and_the_bits_are_those_of_this_machine_alone(
+def test_a_job_larger_than_the_cluster_has_nodes_added_and_a_killed_actor_replaced_with_the_same_bits(
     ray_address: str, start_job: Callable[..., EngineJob], undisturbed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
     options = ["-n", "3", "--exchange", "native", "--on", f"ray:{ray_address}", "--hosts", "3"]
+    options += ["--bind", "127.0.0.1"]  # nodes of this machine: each host has a loopback address of its own
     job = start_job(*options, str(TRAINING), str(out), "--gate", "5", env={"SHOAL_JOIN_KEY": KEY})
     job.wait_for_gate(out, 3)
     assert KEY not in command_lines()
@@ -100,21 +137,35 @@ def test_a_killed_actor_is_replaced_and_the_bits_are_those_of_this_machine_alone
 
 
 def test_rounds_as_tasks_of_ray_give_the_bits_of_local_processes_where_one_is_killed(
-    ray_address: str, start_job: Callable[..., EngineJob], tmp_path: Path
+    ray_address: str, start_job: Callable[..., EngineJob], local_rounds: dict[str, Any], tmp_path: Path
 ) -> None:
-    here = trained_in_rounds(start_job, tmp_path / "here")
-    there = trained_in_rounds(start_job, tmp_path / "there", "--on", f"ray:{ray_address}")
-    assert (tmp_path / "there.hit").exists()
-    assert all(torch.equal(here["weights"][name], there["weights"][name]) for name in here["weights"])
+    there = rounds_with_a_kill(start_job, tmp_path / "there", "--on", f"ray:{ray_address}")
+    assert all(torch.equal(each, there["weights"][name]) for name, each in local_rounds["weights"].items())
 
 
-def test_more_than_this_ray_has_is_refused_with_both_numbers(
+def test_what_the_autoscaler_never_gives_ends_with_what_is_asked_for_and_what_there_is(
     ray_address: str, start_job: Callable[..., EngineJob]
 ) -> None:
-    options = ["-n", "2", "--on", f"ray:{ray_address}", "--resources", "worker:cpus=4,memory=4000"]
+    options = ["--on", f"ray:{ray_address}", "--resources", "worker:cpus=2", "--join-timeout", "5"]
     job = start_job(*options, str(TRAINING), "nowhere")
+    assert job.wait() == 3, job.output()
+    assert "for host 1 (Ray has found no room: 1 hosts ask for 2 CPUs each" in job.output()
+    assert "--join-timeout (now 5 s)" in job.output()
+
+
+def test_ray_is_started_here_where_none_runs_and_refuses_more_than_it_has(
+    installed: Callable[[str], None], start_job: Callable[..., EngineJob], tmp_path: Path
+) -> None:
+    installed("ray")
+    out = tmp_path / "out"
+    out.mkdir()
+    job = start_job("-n", "2", "--on", "ray:local", str(TRAINING), str(out), "--steps", "2")
+    assert job.wait() == 0, job.output()
+    job = start_job(
+        "-n", "2", "--on", "ray:local", "--resources", "worker:memory=4000", str(TRAINING), "nowhere"
+    )
     assert job.wait() == 2, job.output()
-    assert "1 host need 8 CPUs, 8000.0 GB of memory, and this Ray has 4 CPUs," in job.output()
+    assert "1 host need 8000.0 GB of memory, and this Ray has" in job.output()
 
 
 def test_a_ray_that_does_not_answer_is_named(

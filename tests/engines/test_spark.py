@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engine_jobs import TRAINING, EngineJob, command_lines, differences, trained_in_rounds
+from engine_jobs import TRAINING, EngineJob, command_lines, differences, rounds_with_a_kill
 
 KEY = "a-key-for-tests-0123456789"
 DRIVER = Path(__file__).parent / "spark_driver.py"
@@ -67,18 +69,25 @@ def test_map_reduce_runs_as_tasks_and_a_failed_one_is_run_again(tmp_path: Path) 
 
 
 def test_rounds_as_tasks_of_spark_give_the_bits_of_local_processes_where_one_is_killed(
-    start_job: Callable[..., EngineJob], tmp_path: Path
+    start_job: Callable[..., EngineJob], local_rounds: dict[str, Any], tmp_path: Path
 ) -> None:
-    here = trained_in_rounds(start_job, tmp_path / "here")
-    there = trained_in_rounds(start_job, tmp_path / "there", "--on", "spark")
-    assert (tmp_path / "there.hit").exists()
-    assert all(torch.equal(here["weights"][name], there["weights"][name]) for name in here["weights"])
+    there = rounds_with_a_kill(start_job, tmp_path / "there", "--on", "spark")
+    assert all(torch.equal(each, there["weights"][name]) for name, each in local_rounds["weights"].items())
 
 
 def test_more_than_spark_has_is_refused_with_both_numbers(start_job: Callable[..., EngineJob]) -> None:
     job = start_job("-n", "2", "--hosts", "2", "--on", "spark:local[1]", str(TRAINING), "nowhere")
     assert job.wait() == 2, job.output()
     assert "2 hosts of 1 core each need 2 cores, and Spark at local[1] has 1" in job.output()
+
+
+def test_a_java_that_is_too_old_is_named(start_job: Callable[..., EngineJob], tmp_path: Path) -> None:
+    (tmp_path / "java").write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\nexit 1\n")
+    (tmp_path / "java").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JAVA_HOME": ""}
+    job = start_job("--on", "spark", str(TRAINING), "nowhere", env=env)
+    assert job.wait() == 2, job.output()
+    assert '(java is openjdk version "11.0.2", and Spark needs Java 17 or newer)' in job.output()
 
 
 def test_a_spark_that_does_not_answer_is_named(start_job: Callable[..., EngineJob]) -> None:

@@ -80,6 +80,7 @@ def kubernetes(
     from shoal.config.hosts import SERVER_RESOURCES, parse_resources
     from shoal.config.launch import LaunchConfig
     from shoal.engines import kubernetes as manifests
+    from shoal.engines.yaml_text import to_yaml
 
     if not image:
         raise ConfigError(
@@ -112,7 +113,7 @@ def kubernetes(
     documents = manifests.render(job)
     if trainjob:
         documents = [documents[0], manifests.render_trainjob(job)]
-    typer.echo("---\n".join(manifests.to_yaml(each) for each in documents), nl=False)
+    typer.echo("---\n".join(to_yaml(each) for each in documents), nl=False)
 
 
 def cloud(
@@ -132,7 +133,7 @@ def cloud(
 ) -> None:
     """Write a task file of SkyPilot to standard output."""
     from shoal.engines import cloud as task
-    from shoal.engines.kubernetes import to_yaml
+    from shoal.engines.yaml_text import to_yaml
 
     if cloud not in task.CLOUDS:
         raise ConfigError(

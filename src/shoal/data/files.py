@@ -29,6 +29,7 @@ from shoal.config import job as jobs
 from shoal.data.arguments import paths
 from shoal.errors import ConfigError, FileLost, NoFiles, ShoalError
 from shoal.runtime import scratch
+from shoal.runtime.file_systems import open_file_system, open_to_read
 
 Where = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A path, a directory, a pattern with * or ?, a URL that fsspec knows, or several of them."""
@@ -119,11 +120,10 @@ class SharedFiles(Files):
     def open(self, url: str) -> BinaryIO:
         try:
             if _is_url(url):
-                system, path = _file_system(url)
+                system, path = open_file_system(url)
                 with _foreign_errors():
                     self._check(_remote_info(url, system.info(path)))
-                    file: BinaryIO = system.open(path, "rb")
-                return file
+                    return open_to_read(system, path)
             raw = io.FileIO(url)
         except OSError as error:
             raise FileLost(url=url, reason=_reason(error)) from error
@@ -157,7 +157,7 @@ class SharedFiles(Files):
 
     def _read_remote(self, url: str, begin: int, end: int) -> bytes:
         try:
-            system, path = _file_system(url)
+            system, path = open_file_system(url)
             with _foreign_errors():
                 self._check(_remote_info(url, system.info(path)))
                 data: bytes = system.cat_file(path, start=begin, end=end)
@@ -225,7 +225,7 @@ def _expand_local(path: str, endings: Sequence[str]) -> list[FileInfo]:
 
 
 def _expand_url(url: str, endings: Sequence[str]) -> list[FileInfo]:
-    system, path = _file_system(url)
+    system, path = open_file_system(url)
     rest = url.partition("::")[2]
 
     def full(name: str) -> str:
@@ -289,23 +289,14 @@ def _local_info(url: str, stat: os.stat_result) -> FileInfo:
 
 
 def _remote_info(url: str, info: dict[str, Any]) -> FileInfo:
-    stamps = ("ETag", "etag", "md5Hash", "checksum", "mtime", "LastModified", "last_modified", "created")
+    changed = ("mtime", "LastModified", "last_modified", "modification_time", "created")
+    stamps = ("ETag", "etag", "md5Hash", "checksum", *changed)
     stamp = next((info[name] for name in stamps if info.get(name) is not None), "")
     if hasattr(stamp, "timestamp"):
         stamp = stamp.timestamp()
     # A listing may give the number and asking for the file the date, of one and the same time.
     stamp = f"{stamp:.6f}" if isinstance(stamp, float) else str(stamp)
     return FileInfo(url, int(info.get("size") or 0), stamp)
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    import fsspec
-
-    try:
-        system, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{url} cannot be opened: {error}. Nothing was read.") from error
-    return system, path
 
 
 @contextlib.contextmanager

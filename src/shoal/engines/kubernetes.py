@@ -10,8 +10,7 @@ pods have it in their environment. `--on kubernetes` is a head whose hosts run
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,9 +212,9 @@ def _job(job: KubernetesJob, role: str, count: int) -> dict[str, Any]:
 
 def _container(job: KubernetesJob, role: str) -> dict[str, Any]:
     command = ["shoal", role, "--health", f"$(POD_IP):{HEALTH_PORT}", "--run-dir", "/runs"]
-    ports = [{"name": "health", "containerPort": HEALTH_PORT}]
+    ports = {"health": HEALTH_PORT}
     if role == COORDINATOR:
-        ports.append({"name": "join", "containerPort": DEFAULT_PORT})
+        ports["join"] = DEFAULT_PORT
         command += ["--bind", f"$(POD_IP):{DEFAULT_PORT}", "--name", job.name, "-n", str(job.num_workers)]
         command += ["--worker-services", str(job.num_hosts)]
         command += ["--strategy", job.strategy] if job.strategy else []
@@ -232,7 +231,7 @@ def _container(job: KubernetesJob, role: str) -> dict[str, Any]:
             _key(job),
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         ],
-        "ports": ports,
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _resources(resources[role]),
         "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
         "startupProbe": _probe("/healthz", periodSeconds=2, failureThreshold=60),
@@ -269,34 +268,6 @@ def _resources(wanted: Resources) -> dict[str, Any]:
         "requests": amounts,
         "limits": {name: amount for name, amount in amounts.items() if name != "cpu"},
     }
-
-
-def to_yaml(value: Any, indent: int = 0) -> str:
-    """YAML of what these manifests have: maps, lists, and scalars as JSON writes them. No reader is needed, so no library is."""
-    pad = "  " * indent
-    if isinstance(value, Mapping) and value:
-        return "".join(
-            f"{pad}{key if '/' not in key else json.dumps(key)}:{_below(each, indent + 1)}"
-            for key, each in value.items()
-        )
-    assert isinstance(value, list)
-    return "".join(
-        f"{pad}- {to_yaml(each, indent + 1).lstrip() if _is_deep(each) else _scalar(each)}" for each in value
-    )
-
-
-def _below(value: Any, indent: int) -> str:
-    if isinstance(value, str) and "\n" in value:
-        return " |\n" + "".join(f"{'  ' * indent}{line}\n" for line in value.splitlines())
-    return f"\n{to_yaml(value, indent)}" if _is_deep(value) else f" {_scalar(value)}"
-
-
-def _is_deep(value: Any) -> bool:
-    return isinstance(value, (Mapping, list)) and bool(value)
-
-
-def _scalar(value: Any) -> str:
-    return json.dumps(value) + "\n"
 
 
 def _literal(job: KubernetesJob) -> list[str]:

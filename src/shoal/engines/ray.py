@@ -3,16 +3,20 @@
 Core actors, not ray.train: an actor runs `shoal join` and nothing else. The join
 key is an argument of its method, which Ray shows nowhere. A killed actor takes
 its host with it; Ray gives another in the same bundle, on another node where the
-first is gone. Bundles that find no room wait, as Ray's autoscaler wants it.
+first is gone. Bundles that find no room wait, by which Ray's autoscaler adds nodes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
+import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal.config.hosts import Resources
@@ -21,13 +25,24 @@ from shoal.errors import ConfigError
 
 GB = 1 << 30
 
+REPORT_S = 8.0
+"""A Ray that has just started tells of its autoscaler only after some seconds."""
+
+_OWN = threading.Event()
+"""Set where this process started the Ray that it uses."""
+
 
 def is_local(detail: str) -> bool:
-    return connect(detail) == 1
+    """One machine, and no autoscaler that may add others."""
+    import ray
+
+    connect(detail)
+    machines = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+    return machines == {socket.gethostname()} and (_OWN.is_set() or not _can_grow())
 
 
 def open_engine(detail: str, ticket: Ticket) -> Ray:
-    return Ray(ticket, is_local=connect(detail) == 1)
+    return Ray(ticket, is_local=is_local(detail))
 
 
 class Ray:
@@ -36,6 +51,7 @@ class Ray:
     def __init__(self, ticket: Ticket, *, is_local: bool) -> None:
         self._ticket, self._is_local = ticket, is_local
         self._group: Any = None
+        self._bundle: dict[str, float] = {}  # of each host
         self._bundles: dict[int, int] = {}  # by host
         self._actors: dict[int, Any] = {}
         self._ends: dict[int, Any] = {}  # of `shoal join`, as Ray promises it
@@ -43,7 +59,7 @@ class Ray:
     def start(self, hosts: Sequence[int], resources: Resources) -> None:
         import ray
 
-        bundle = {"CPU": float(self._ticket.cores)}
+        self._bundle = bundle = {"CPU": float(self._ticket.cores)}
         bundle |= {"GPU": float(resources.gpus)} if resources.gpus else {}
         bundle |= {"memory": resources.memory_gb * GB} if resources.memory_gb else {}
         if self._group is None:
@@ -97,7 +113,23 @@ class Ray:
         ray.shutdown()
 
     def logs(self, host: int) -> str:
-        return self.watch().get(host, "")
+        return self.watch().get(host, "") or self._unplaced()
+
+    def _unplaced(self) -> str:
+        """Why hosts wait: what they ask for beside what there is. Empty where Ray has placed them."""
+        import ray
+
+        if self._group is None or ray.util.placement_group_table(self._group)["state"] == "CREATED":
+            return ""
+        present, free = ray.cluster_resources(), ray.available_resources()
+        each = ", ".join(_shown(name, amount) for name, amount in self._bundle.items())
+        there = ", ".join(
+            f"{_shown(name, present.get(name, 0))} ({_shown(name, free.get(name, 0))} free)"
+            for name in self._bundle
+        )
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        where = "" if self._is_local else ", each on a node of its own"
+        return f"Ray has found no room: {len(self._bundles)} hosts ask for {each} each{where}, and its {nodes} nodes have {there} in all"
 
     def _end(self, host: int) -> None:
         import ray
@@ -108,7 +140,7 @@ class Ray:
                 ray.kill(actor)
 
     def _refuse_too_much(self, num_hosts: int, bundle: dict[str, float]) -> None:
-        """Refuse what a Ray on this machine, which has no autoscaler, can never give."""
+        """Refuse what a Ray on this machine that has no autoscaler can never give."""
         import ray
 
         present = ray.cluster_resources()
@@ -161,35 +193,54 @@ def queue(detail: str) -> list[EngineEntry]:
     ]
 
 
-def connect(address: str) -> int:
-    """Connect to Ray; returns its number of machines. ConfigError where it does not answer."""
+def connect(address: str) -> None:
+    """Connect to Ray. ConfigError where it does not answer."""
     import ray
 
-    if not ray.is_initialized():
-        running = address or os.environ.get("RAY_ADDRESS") or None
-        try:
-            if running and running not in ("auto", "local"):
-                reach(running)
-            try:
-                _init(running or "auto")
-            except ConnectionError:
-                if running:
-                    raise
-                _init(None)  # none runs here
-        except Exception as error:  # Ray raises what it likes, of other versions too
-            raise ConfigError(
-                f"Ray cannot be reached at {running or 'this machine'}: {_first_line(error)}. Nothing was started; start it with "
-                "`ray start --head`, or leave the address out, and a Ray is started here."
-            ) from None
-    machines = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-    return 1 if machines == {socket.gethostname()} else max(2, len(machines))
+    if ray.is_initialized():
+        return
+    asked = address or os.environ.get("RAY_ADDRESS", "")
+    asked = _running() if asked in ("", "auto") else asked
+    own: dict[str, Any] = {}
+    try:
+        if asked == "local":
+            own = {"include_dashboard": False}
+            _OWN.set()
+        else:
+            reach(asked)
+        ray.init(address=asked, logging_level=logging.ERROR, log_to_driver=False, **own)
+    except Exception as error:  # Ray raises what it likes, of other versions too
+        # All of it: of a Ray of another version the lines after the first say which.
+        said = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        raise ConfigError(
+            f"Ray cannot be reached at {asked}: {said}. Nothing was started; start it with "
+            "`ray start --head`, or leave the address out, and a Ray is started here."
+        ) from None
 
 
-def _init(address: str | None) -> None:
-    import ray
+def _can_grow() -> bool:
+    """Whether Ray has an autoscaler, or may have: its monitor names the types of nodes, and without one "node_" and their ids."""
+    from ray.experimental.internal_kv import _internal_kv_get
 
-    extra: dict[str, Any] = {} if address else {"include_dashboard": False}
-    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **extra)
+    deadline = time.monotonic() + REPORT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(Exception):  # not there yet, or of another version
+            types = json.loads(_internal_kv_get("__autoscaling_status"))["autoscaler_report"]["active_nodes"]
+            if types:
+                return not all(name.startswith("node_") for name in types)
+        time.sleep(0.2)
+    return True
+
+
+def _running() -> str:
+    """Address of the Ray that runs on this machine; "local", which is one of its own, where none does."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    try:
+        found = Path(folder, "ray", "ray_current_cluster").read_text().strip()
+        reach(found)  # one that was killed leaves its address behind, which Ray itself tries for minutes
+    except (OSError, ValueError):
+        return "local"
+    return found
 
 
 def _shown(name: str, amount: float) -> str:

@@ -39,7 +39,7 @@ class EngineSpec:
 
 
 ENGINES = {
-    "ray": EngineSpec("ray", "actors in a placement group", package="ray"),
+    "ray": EngineSpec("ray", "actors in a placement group", package="ray", oldest="2.40"),
     "spark": EngineSpec(
         "spark",
         "tasks in executors",
@@ -58,7 +58,12 @@ ENGINES = {
     ),
     "torchrun": EngineSpec("torchrun", "inside the processes that torchrun started"),
     "slurm": EngineSpec(
-        "slurm", "jobs of an array", package="submitit", program="sbatch", source="apt install slurm-client"
+        "slurm",
+        "jobs of an array",
+        package="submitit",
+        oldest="1.5",
+        program="sbatch",
+        source="apt install slurm-client",
     ),
     "mpi": EngineSpec("mpi", "mpirun here", program="mpirun", source="apt install openmpi-bin"),
 }
@@ -92,7 +97,7 @@ def load(name: str) -> ModuleType:
             f"--on {name} needs the Python package {spec.package}, which is not installed here. Nothing was started; install it "
             f"with pip install 'shoal[{name}]'."
         )
-    if spec.oldest and _major(found := metadata.version(spec.package)) < _major(spec.oldest):
+    if spec.oldest and _release(found := metadata.version(spec.package)) < _release(spec.oldest):
         raise ConfigError(
             f"--on {name} needs {spec.package} {spec.oldest} or newer, and {found} is installed here. Nothing was started; install it "
             f"with pip install --upgrade 'shoal[{name}]'."
@@ -105,8 +110,8 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f"shoal.engines.{spec.module}")
 
 
-def _major(version: str) -> int:
-    return int(version.split(".")[0])
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
 def is_local(said: str) -> bool:

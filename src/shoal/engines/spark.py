@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -158,10 +159,26 @@ def open_context(master: str, name: str, settings: Mapping[str, str]) -> Any:
     try:
         return SparkContext(conf=conf)
     except Exception as error:  # whatever Java raised
-        raise ConfigError(f"Spark at {master} did not start: {cause(error)}. Nothing was started.") from None
+        java = _java_version() if "JAVA_GATEWAY_EXITED" in str(error) else ""
+        raise ConfigError(
+            f"Spark at {master} did not start: {cause(error)}{java}. Nothing was started."
+        ) from None
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, interrupt)  # Spark takes Ctrl-C for itself
+
+
+def _java_version() -> str:
+    """What the Java on PATH says it is: where it is older than 17, that is why Spark ended before it said anything."""
+    home = os.environ.get("JAVA_HOME")
+    java = os.path.join(home, "bin", "java") if home else "java"
+    try:
+        said = subprocess.run(
+            [java, "-version"], capture_output=True, text=True, timeout=30, check=False
+        ).stderr
+    except (OSError, subprocess.SubprocessError) as error:
+        return f" ({java} cannot be run: {error})"
+    return f" ({java} is {' '.join(said.split()[:3])}, and Spark needs Java 17 or newer)"
 
 
 def _log_options(folder: Path) -> str:

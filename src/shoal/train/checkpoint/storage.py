@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from shoal.runtime.file_systems import open_file_system, open_to_read
 from shoal.runtime.replace_directory import replace_directory, temporary_name
 
 Open = Callable[[str], AbstractContextManager[Any]]
@@ -47,7 +47,7 @@ class Place:
     @classmethod
     def at(cls, url: str | os.PathLike[str]) -> Place:
         text = os.fspath(url)
-        fs, path = fsspec.core.url_to_fs(text)
+        fs, path = open_file_system(text)
         return cls(text, fs, path)
 
     @property
@@ -74,7 +74,7 @@ class Place:
         return bool(self.fs.isfile(self.file(name)))
 
     def open(self, name: str) -> Any:
-        return self.fs.open(self.file(name), "rb")
+        return open_to_read(self.fs, self.file(name))
 
 
 def step_name(step: int) -> str:
