@@ -187,7 +187,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         seed: int = 0,
         clip_norm: float | None = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         precision: str = "float32",
         compile: bool = False,
         checkpoint_activations: bool | Sequence[str] = False,
@@ -299,7 +299,8 @@ class Trainer:
             raise ConfigError(
                 f"scheduler must be a function of the optimizer, or a torch scheduler, got {scheduler!r}."
             )
-        check_limit("accumulate", accumulate or 0)
+        accumulate = (jobs.current().accumulate or 1) if accumulate is None else accumulate
+        check_limit("accumulate", accumulate)
         check_limit("snapshot_every", snapshot_every, least=0)
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, got {clip_norm!r}; leave it out for no clipping.")
