@@ -51,6 +51,10 @@ BEYOND_IDEAL = 1.3
 MANY_WORKERS = 16
 """Of a host: beyond it only powers of two are looked at, and all of them together."""
 
+SSP_BOUNDS = (2, 8)
+SYNC_EVERY = (8, 64)
+"""Of ps:ssp=K and --sync-every K: a near one and a far one; what lies between is between them."""
+
 CUT_BY_TP = ("Linear",)
 ROW_LAYERS = ("Embedding", "EmbeddingBag", "HashEmbedding")
 
@@ -96,10 +100,16 @@ class Workload:
     """Terms of a step of one worker with all cores of this machine: nothing is predicted of it."""
 
     compute_s: float
-    """Forward and backward of a whole batch, with `threads`."""
+    """Forward and backward of a whole batch by one worker with `threads`, while no other computes."""
 
     fixed_s: float = 0.0
-    """The part of it that a smaller slice does not make shorter."""
+    """The part of it that a smaller slice does not make shorter: each micro-batch pays it."""
+
+    crowding: float = 1.0
+    """Compute of a slice while `crowd` workers compute, against one alone: they share caches and memory."""
+
+    crowd: int = 1
+    """Workers of the calibration."""
 
     apply_s: float = 0.0
     """The optimizer, over all parameters."""
@@ -216,6 +226,7 @@ class PlanCandidate:
     exchange: str = "auto"
     compress: str = "none"
     schedule: str = DEFAULT_SCHEDULE
+    sync_every: int | None = None
 
     @property
     def name(self) -> str:
@@ -225,12 +236,16 @@ class PlanCandidate:
 
     @property
     def options(self) -> ParallelOptions:
-        return ParallelOptions(exchange=self.exchange, compress=self.compress, schedule=self.schedule)
+        return ParallelOptions(
+            exchange=self.exchange, compress=self.compress, schedule=self.schedule, sync_every=self.sync_every
+        )
 
     @property
     def is_exact(self) -> bool:
         """Whether it computes what one process does."""
-        return strategies.parse(self.strategy).is_exact and self.compress == "none"
+        return (
+            strategies.parse(self.strategy).is_exact and self.compress == "none" and self.sync_every is None
+        )
 
     @property
     def axes(self) -> Axes:
@@ -241,11 +256,18 @@ class PlanCandidate:
 
     @property
     def family(self) -> str:
-        """ "single", "ddp", "ps", or the axes of a mesh by their names: "fsdp", "dp,tp"."""
+        """ "single", "ddp", "ps", "ps:async", "local sgd", or the axes of a mesh by their names: "fsdp", "dp,tp"."""
         parsed = strategies.parse(self.strategy)
+        if self.sync_every is not None:
+            return "local sgd"
         if parsed.base != "mesh":
-            return parsed.base
+            return parsed.base if parsed.is_exact else f"{parsed.base}:{parsed.mode}"
         return ",".join(part.partition("=")[0] for part in str(self.axes).split(","))
+
+    @property
+    def mechanism(self) -> str:
+        """The family without its replicas: ways that a measurement of one of them tells something of."""
+        return ",".join(name for name in self.family.split(",") if name != "dp")
 
     def flags(self) -> list[str]:
         """Options of `shoal run`."""
@@ -434,10 +456,12 @@ def predict(candidate: PlanCandidate, workload: Workload, cluster: ClusterShape)
 def _terms(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> dict[str, float]:
     axes, terms = c.axes, dict.fromkeys(TERMS, 0.0)
     slow = _slowdown(c, w, cluster, hosts)
+    crowded = _crowding(c, w, hosts)
     share = 1 / axes.num_data_ranks  # of a batch
     cut = cut_share(w.layers, axes.tp)
     by_tp = 1 - cut + cut / axes.tp
-    fixed, sliding = w.fixed_s * slow, (w.compute_s - w.fixed_s) * share * by_tp * slow
+    fixed = w.fixed_s * slow * crowded
+    sliding = (w.compute_s - w.fixed_s) * share * by_tp * slow * crowded
     # A sum of ranks in a row waits for the slowest of them.
     imbalance = stage_imbalance(w.layers, axes.pp)
     num_micro = micro_batches(w, axes.pp)
@@ -452,6 +476,11 @@ def _terms(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> 
         _add_server_terms(terms, c, w, cluster, hosts, slow)
         return terms
     hidden_s = BACKWARD_SHARE * terms["compute"]
+    if c.sync_every is not None:
+        # Nothing hides behind a backward: whole models are averaged between steps.
+        met_s = all_reduce_s("auto", w.parameter_bytes, c.workers, cluster, hosts=hosts) + w.waiting_s
+        terms["communication"] = met_s / c.sync_every
+        return terms
     terms["communication"] = (
         _exposed(_gradients_s(c, w, cluster, hosts), w.overlap, hidden_s)
         + _exposed(_gathers_s(axes, w, cluster, hosts), w.overlap, hidden_s)
@@ -468,8 +497,20 @@ def _slowdown(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) 
     each = -(-c.workers // hosts)
     servers = -(-c.servers // hosts)
     threads = max(1, (cluster.cores - servers // 2) // each)
-    crowded = max(1.0, (each * threads + SERVER_CORES * servers) / cluster.cores)
-    return math.pow(w.threads / threads, w.thread_gain) * crowded / cluster.speed
+    # Servers of an exact strategy rest while the workers compute.
+    beside = 0.0 if strategies.parse(c.strategy).is_exact else SERVER_CORES * servers
+    turns = max(1.0, (each * threads + beside) / cluster.cores)
+    return math.pow(w.threads / threads, w.thread_gain) * turns / cluster.speed
+
+
+def _crowding(c: PlanCandidate, w: Workload, hosts: int) -> float:
+    """Of compute, by the other workers of a host: by how many of them compute at once."""
+    if w.crowd == 1:
+        return 1.0
+    others = -(-c.workers // hosts) - 1
+    axes, num_micro = c.axes, micro_batches(w, c.axes.pp)
+    busy = num_micro / (num_micro + (axes.pp - 1) * BUBBLE_LEFT[c.schedule])
+    return math.pow(w.crowding, busy * others / (w.crowd - 1))
 
 
 def _exposed(took_s: float, overlap: float, hidden_s: float) -> float:
@@ -554,15 +595,30 @@ def _add_server_terms(
         link_s = max(1, on_one) / c.servers * far * moved / cluster.between.bytes_per_s
         link_s += 2 * cluster.between.latency_s
     replicas = 2 if c.servers > 1 else 1
+    parsed = strategies.parse(c.strategy)
+    if parsed.mode == "hybrid":
+        # Dense gradients are summed between the workers; rows alone are the servers'.
+        row_share = rows / (w.gradient_bytes + rows)
+        moved, copies_s, link_s = moved * row_share, copies_s * row_share, link_s * row_share
+        dense_s = all_reduce_s("auto", w.gradient_bytes, c.workers, cluster, hosts=hosts)
+        terms["communication"] = (
+            _exposed(dense_s, w.overlap, BACKWARD_SHARE * terms["compute"]) + copies_s + link_s + w.waiting_s
+        )
+        served_s = (c.workers * copies_s / 2 + w.apply_s * slow * replicas * row_share) / c.servers
+        terms["apply"] *= 1 - row_share
+        terms["server"] = max(0.0, served_s - terms["compute"])
+        return
     served_s = (c.workers * copies_s / 2 + w.apply_s * slow * replicas) / c.servers
     terms["apply"] = 0.0
-    if strategies.parse(c.strategy).is_exact:
+    if parsed.is_exact:
         terms["communication"] = copies_s + link_s + w.waiting_s
         terms["server"] = served_s
     else:
         # Nobody waits for anybody: each push is an update of a slice, so a batch takes as many of them as there are workers.
         own_s = sum(terms.values()) + copies_s + link_s
         terms["communication"] = copies_s + link_s
+        if parsed.bound is not None:  # ssp: the quickest waits for the slowest once it is so many steps ahead
+            terms["communication"] += w.waiting_s / (parsed.bound + 1)
         terms["server"] = max(0.0, c.workers * served_s - own_s)
 
 
@@ -608,7 +664,7 @@ def memory_of(c: PlanCandidate, w: Workload) -> int:
     axes = c.axes
     activations = w.activation_bytes / axes.num_data_ranks / axes.tp / axes.pp
     state = STATE_COPIES * w.parameter_bytes
-    if c.servers:
+    if c.servers and strategies.parse(c.strategy).mode != "hybrid":
         state = 2 * w.parameter_bytes
     elif c.family == "ddp" and c.workers > 1:
         state += w.gradient_bytes  # buckets
@@ -655,8 +711,10 @@ def enumerate_candidates(
             for schedule in SCHEDULES if axes.pp > 1 else (DEFAULT_SCHEDULE,):
                 yield PlanCandidate(workers=workers, strategy=strategy, schedule=schedule)
         for servers in (1 << power for power in range(min(workers, 64).bit_length())):
-            for strategy in ("ps", "ps:async"):
+            for strategy in ("ps", "ps:async", *(f"ps:ssp={bound}" for bound in SSP_BOUNDS), "ps:hybrid"):
                 yield PlanCandidate(workers=workers, strategy=strategy, servers=servers)
+        for every in SYNC_EVERY:
+            yield PlanCandidate(workers=workers, strategy="ddp", sync_every=every)
 
 
 def _factorisations(workers: int) -> Iterator[Axes]:
@@ -689,6 +747,8 @@ def refusal(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> str | None:
         micro, slice_size = micro_batches(w, axes.pp), w.batch // axes.num_data_ranks
         if slice_size < micro:
             return f"a slice of {slice_size} samples cannot be cut into {micro} micro-batches"
+    if strategies.parse(c.strategy).mode == "hybrid" and not w.row_bytes:
+        return "ps:hybrid keeps rows of sparse gradients on servers, and this model has none"
     rows = [layer.name for layer in w.layers if layer.kind in ROW_LAYERS] if w.row_bytes else []
     if axes.fsdp > 1 and rows:
         return f"'{rows[0]}' has sparse gradients, and fsdp shards dense ones only"
@@ -715,6 +775,28 @@ def sift(
         else:
             dropped.append(Dropped(candidate, reason))
     return sorted(found, key=lambda each: (each.step_s, each.candidate.workers, each.candidate.name)), dropped
+
+
+def learned(predictions: Sequence[Prediction], measured: Mapping[PlanCandidate, float]) -> list[Prediction]:
+    """Predictions as measured where they were, and by what was measured of the same mechanism and as many workers, or others."""
+    ratios: dict[tuple[str, int], float] = {}
+    for each in predictions:
+        took_s = measured.get(each.candidate)
+        if took_s is not None and each.candidate.workers > 1:
+            key = each.candidate.mechanism, each.candidate.workers
+            ratios[key] = min(ratios.get(key, math.inf), took_s / each.step_s)
+    by_mechanism: dict[str, list[float]] = {}
+    for (mechanism, _), ratio in ratios.items():
+        by_mechanism.setdefault(mechanism, []).append(ratio)
+    found = []
+    for each in predictions:
+        c = each.candidate
+        others = by_mechanism.get(c.mechanism)
+        took_s = measured.get(c)
+        if took_s is None and others:
+            took_s = each.step_s * ratios.get((c.mechanism, c.workers), sum(others) / len(others))
+        found.append(each.corrected(took_s) if took_s is not None else each)
+    return found
 
 
 # ---- choosing -------------------------------------------------------------------------------------
@@ -795,9 +877,10 @@ def why(chosen: Prediction, predictions: Sequence[Prediction], workload: Workloa
     sizes = f"{workload.gradient_bytes / 1e6:.3g} MB of gradients"
     fact = {
         "ddp": f"{sizes} cost {_ms(terms['communication'])} of a step of {_ms(chosen.step_s)}, the rest is each worker's own",
+        "local sgd": f"workers train apart and average {workload.parameter_bytes / 1e6:.3g} MB every {c.sync_every} steps",
         "ps": f"servers take {_ms(terms['server'])} of a step of {_ms(chosen.step_s)} and hold the optimizer and its rows",
     }.get(
-        c.family,
+        "ps" if c.servers else c.family,
         f"each worker holds a part of the {workload.parameter_bytes / 1e6:.3g} MB of parameters, for {_ms(terms['communication'])} of "
         f"communication and {_ms(terms['bubble'])} of bubble in a step of {_ms(chosen.step_s)}",
     )
