@@ -171,7 +171,11 @@ def test_a_slow_link_asks_for_the_exchange_that_sends_least_over_it() -> None:
             {"row_bytes": 8, "layers": (ModelLayer(name="rows", kind="Embedding"),)},
             "'rows' has sparse gradients",
         ),
-        (PlanCandidate(workers=8, strategy="ddp"), {"peak_bytes": 1 << 30}, "and there are 2.0 GiB"),
+        (
+            PlanCandidate(workers=8, strategy="ddp"),
+            {"peak_bytes": 1 << 30},
+            "by the shapes of its layers, and there are 2 GiB",
+        ),
         (
             PlanCandidate(workers=8, strategy="fsdp", compress="int8"),
             {},

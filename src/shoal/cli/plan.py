@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -406,10 +407,27 @@ class _Planner:
                 if not plain or (each.exchange == "auto" and each.is_exact):
                     yield each
 
+        if not plain:
+            self._run_dry(wanted())
         self.predictions, self.dropped = cost_model.sift(wanted(), self.workload, self.cluster)
         if not self.allowed():
             reasons = "; ".join(dict.fromkeys(each.reason for each in self.dropped[:3]))
             raise ConfigError(f"nothing that was looked at can run: {reasons}. No plan was written.")
+
+    def _run_dry(self, candidates: Iterator[PlanCandidate]) -> None:
+        """Memory by a dry run of the step, where it decides; a model that shapes alone do not run is planned by its layers."""
+        from shoal.observe.planner.measuring import dry_runs_of, dry_runs_wanted
+
+        wanted = dry_runs_wanted(candidates, self.workload, self.cluster)
+        if not wanted:
+            return
+        try:
+            told = _dry_runs(self.runs, wanted)
+            self.workload = replace(self.workload, dry_runs=dry_runs_of(told))
+            self.runs.say(f"memory of {len(told)} ways to cut a step, by dry runs without peers")
+        except (ValueError, ClusterError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            self.runs.say(f"note: memory is by the shapes of layers: a step cannot be run dry: {reason}")
 
     def allowed(self) -> list[Prediction]:
         """Those that may be chosen, the best first; measured ones as they were measured, others by what was measured of their kind."""
@@ -513,6 +531,30 @@ class _Planner:
             workload=self.workload,
             cluster=self.cluster,
         )
+
+
+def _dry_runs(runs: ScriptRuns, wanted: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """One step of the script by one worker, and what it tells of its memory on others."""
+    from shoal.cli.verify import temporary_job
+    from shoal.cluster.launch.api import launch
+    from shoal.config.job import VerifyPlan
+    from shoal.observe.runs import read_json
+
+    errors = io.BytesIO()
+    with temporary_job(script=runs.script, args=runs.args, workers=1, strategy="single", seed=0) as (
+        config,
+        warm,
+    ):
+        dump = Path(config.run_dir) / "dump"
+        plan = VerifyPlan(dtype="float32", num_steps=1, dump_to=str(dump), dry_runs=tuple(wanted))
+        result = launch(
+            replace(config, name="dry", verify=plan), warm=warm, stdout=io.BytesIO(), stderr=errors
+        )
+        if result.exit_code:
+            raise ClusterError(
+                f"its run failed. Its last lines:\n{errors.getvalue().decode(errors='replace')[-2000:]}"
+            )
+        return list(read_json(dump / "report.json").get("dry_runs", ()))
 
 
 def _of_different_kind(able: Sequence[Prediction]) -> list[Prediction]:

@@ -36,6 +36,9 @@ MICRO_BATCHES_PER_STAGE = 2
 BUBBLE_LEFT = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero-bubble": 0.25}
 """Of the bubble of 1f1b: what a schedule leaves."""
 
+NEAR_FULL = 0.5
+"""Of the memory that there is: from here on shapes are too coarse, and a step is run dry."""
+
 UNIT_BYTES = 1 << 20
 """Parameters from which on fsdp gathers a layer on its own, as `shoal.parallel.fsdp` does."""
 
@@ -87,6 +90,23 @@ class ModelLayer:
     def inputs(self) -> int:
         """Size of a Linear layer's input."""
         return self.parameters // self.features if self.features else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """Memory of one rank in a step that ran on shapes alone, over a group without peers."""
+
+    ranks: int
+    """Ranks that share a batch."""
+
+    shards: int
+    """Of fsdp."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int
+    """Parameters, gradients, activations and what lives for a moment; without the optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +168,12 @@ class Workload:
     peak_bytes: int = 0
     """Memory of one worker at its peak."""
 
+    dry_runs: tuple[DryRun, ...] = ()
+    """Memory of a step by ranks that share a batch and shards of fsdp; without one, memory is by shapes."""
+
+    def dry_run(self, num_ranks: int, num_shards: int) -> DryRun | None:
+        return next((e for e in self.dry_runs if (e.ranks, e.shards) == (num_ranks, num_shards)), None)
+
     @property
     def activation_bytes(self) -> int:
         return sum(layer.output_bytes for layer in self.layers)
@@ -155,6 +181,8 @@ class Workload:
     @property
     def base_bytes(self) -> int:
         """Memory that no strategy divides: the interpreter, torch, the script's data."""
+        if (alone := self.dry_run(1, 1)) is not None:
+            return max(0, self.peak_bytes - alone.peak_bytes - alone.optimizer_bytes)
         return max(0, self.peak_bytes - STATE_COPIES * self.parameter_bytes - self.activation_bytes)
 
 
@@ -662,6 +690,9 @@ def stage_imbalance(layers: Sequence[ModelLayer], num_stages: int) -> float:
 def memory_of(c: PlanCandidate, w: Workload) -> int:
     """Peak of one worker; of one worker alone, what was measured."""
     axes = c.axes
+    dry = w.dry_run(axes.num_data_ranks, axes.fsdp)
+    if dry is not None:
+        return round(w.base_bytes + max(_dry_bytes(c, dry), w.parameter_bytes))
     activations = w.activation_bytes / axes.num_data_ranks / axes.tp / axes.pp
     state = STATE_COPIES * w.parameter_bytes
     if c.servers and strategies.parse(c.strategy).mode != "hybrid":
@@ -674,6 +705,32 @@ def memory_of(c: PlanCandidate, w: Workload) -> int:
             state += max((layer.parameter_bytes for layer in w.layers), default=0)
     # A script builds the whole model before it is cut.
     return round(w.base_bytes + max(state + activations, w.parameter_bytes))
+
+
+def _dry_bytes(c: PlanCandidate, dry: DryRun) -> float:
+    """What a candidate makes of a dry run: tp and pp divide it, servers hold the optimizer's state, ddp sums in buckets."""
+    if c.servers and strategies.parse(c.strategy).mode != "hybrid":
+        return dry.peak_bytes
+    buckets = dry.gradient_bytes if c.family == "ddp" and c.workers > 1 else 0
+    return (dry.peak_bytes + dry.optimizer_bytes + buckets) / (c.axes.tp * c.axes.pp)
+
+
+def asks_for_dry_run(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> bool:
+    """Whether memory decides of a candidate: by shapes it is near to what there is, or beyond."""
+    if (
+        not cluster.memory_bytes
+        or not w.layers
+        or refusal(c, w, replace(cluster, memory_bytes=0)) is not None
+    ):
+        return False
+    return _needed_bytes(c, w, cluster) > NEAR_FULL * cluster.memory_bytes
+
+
+def _needed_bytes(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> int:
+    """Of a device, or of all workers of a host."""
+    if cluster.is_device_memory:
+        return memory_of(c, w) - w.base_bytes  # the interpreter is in the host's memory
+    return memory_of(c, w) * -(-c.workers // cluster.hosts_of(c.workers))
 
 
 # ---- all candidates -------------------------------------------------------------------------------
@@ -754,12 +811,15 @@ def refusal(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> str | None:
         return f"'{rows[0]}' has sparse gradients, and fsdp shards dense ones only"
     room = cluster.memory_bytes
     if room:
-        needed, each = memory_of(c, w), -(-c.workers // hosts)
-        if not cluster.is_device_memory:
-            needed *= each
+        needed, each = _needed_bytes(c, w, cluster), -(-c.workers // hosts)
         if needed > room:
             of = "a device" if cluster.is_device_memory else f"the {each} workers of a host"
-            return f"{of} would need {needed / 2**30:.1f} GiB, and there are {room / 2**30:.1f} GiB"
+            by = (
+                "a dry run of its step"
+                if w.dry_run(axes.num_data_ranks, axes.fsdp)
+                else "the shapes of its layers"
+            )
+            return f"{of} would need {needed / 2**30:.3g} GiB by {by}, and there are {room / 2**30:.3g} GiB"
     return None
 
 

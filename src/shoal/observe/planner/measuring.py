@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,13 @@ from shoal.observe.planner.cost_model import (
     ROW_LAYERS,
     TERMS,
     ClusterShape,
+    DryRun,
     LinkSpeed,
     ModelLayer,
     PlanCandidate,
     Workload,
     all_reduce_s,
+    asks_for_dry_run,
     compressed,
     fitted,
 )
@@ -60,6 +62,7 @@ CODEC_BYTES = 4 << 20
 """Of the gradient by which compressors are measured."""
 
 COPIED_BYTES = 32 << 20
+MAX_DRY_RUNS = 16
 MAX_FIXED = 0.9
 """Of compute: what a slice leaves is never nothing."""
 
@@ -314,6 +317,29 @@ def _features(kind: str, shape: str) -> int:
     sizes = shape.split("×")
     at = 1 if "Conv" in kind and len(sizes) > 2 else -1
     return int(sizes[at]) if sizes[at].isdecimal() else 0
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+def dry_runs_wanted(
+    candidates: Iterable[PlanCandidate], workload: Workload, cluster: ClusterShape
+) -> list[tuple[int, int]]:
+    """Ranks that share a batch and shards of fsdp, of candidates of which memory decides; (1, 1) is what they are compared with."""
+    asked = {
+        (each.axes.num_data_ranks, each.axes.fsdp)
+        for each in candidates
+        if asks_for_dry_run(each, workload, cluster)
+    }
+    return [(1, 1), *sorted(asked - {(1, 1)})][:MAX_DRY_RUNS] if asked else []
+
+
+def dry_runs_of(told: Sequence[Mapping[str, Any]]) -> tuple[DryRun, ...]:
+    """From report.json; ValueError with the reason where the model could not be run dry."""
+    for each in told:
+        if "error" in each:
+            raise ValueError(str(each["error"]))
+    return tuple(DryRun(**each) for each in told)
 
 
 # ---- links ----------------------------------------------------------------------------------------
