@@ -69,9 +69,10 @@ def main(
     quick: bool = False, minutes: float | None = None, parts: Sequence[str] = (), odd: str | None = None
 ) -> None:
     """`parts`: only these models; the others' figures stay. `odd`: a folder in which the runs are kept."""
-    report, until = Report("planner", keeps_others=True), time.monotonic() + 60 * (minutes or 60)
-    workers = min(MAX_WORKERS, available_cores())
-    cluster = ClusterShape(per_host=workers, cores=available_cores())
+    cores, until = available_cores(), time.monotonic() + 60 * (minutes or 60)
+    name = "planner" if cores <= 2 else f"planner_{cores}_cores"
+    report, workers = Report(name, keeps_others=True), min(MAX_WORKERS, cores)
+    cluster = ClusterShape(per_host=workers, cores=cores)
     by_size, codecs = measure_links(1.0 if quick else 2.9, workers)
     cluster = replace(cluster, exchanges=measuring.links_of(by_size, workers))
     cluster = replace(
@@ -93,7 +94,7 @@ def main(
             )
             one_model(report, model, runs, cluster, until, quick=quick)
     report.save()
-    _all(report)
+    _all(report, RESULTS / f"{name}.jsonl")
 
 
 def one_model(
@@ -165,10 +166,10 @@ def _choice(
     )
 
 
-def _all(report: Report) -> None:
+def _all(report: Report, path: Path) -> None:
     """The median over all models, those of earlier parts too."""
-    lines = [json.loads(line) for line in (RESULTS / "planner.jsonl").read_text().splitlines()]
-    ways_ = [line for line in lines if "error" in line]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    ways_ = [line for line in lines if "error_of_the_model_alone" in line]
     if ways_:
         report.add(
             "all combinations",
