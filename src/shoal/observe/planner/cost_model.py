@@ -27,6 +27,9 @@ TERMS = ("compute", "communication", "bubble", "server", "apply", "read", "other
 BACKWARD_SHARE = 2 / 3
 """Of compute: a backward is two matrix products for each of a forward's. Sums of gradients hide behind it."""
 
+GATHERS_HIDE = 0.5
+"""Of what a sum of gradients hides behind backward: a unit's forward waits for its own gather."""
+
 STATE_COPIES = 4
 """Copies of the parameters that a worker holds with Adam: weights, gradients, two moments. Fewer with others: an upper bound."""
 
@@ -511,7 +514,7 @@ def _terms(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> 
         return terms
     terms["communication"] = (
         _exposed(_gradients_s(c, w, cluster, hosts), w.overlap, hidden_s)
-        + _exposed(_gathers_s(axes, w, cluster, hosts), w.overlap, hidden_s)
+        + _exposed(_gathers_s(axes, w, cluster, hosts), GATHERS_HIDE * w.overlap, hidden_s)
         + _activations_s(axes, w, cluster, num_micro, share)
         + _rows_s(w, axes, cluster)
         + w.waiting_s
