@@ -90,6 +90,7 @@ def main(
                 args=(model,),
                 folder=Path(odd or folder, model),
                 seconds=1.0 if quick else SECONDS,
+                repeats=0 if quick else 1,
                 say=lambda line: print(line, file=sys.stderr, flush=True),
             )
             one_model(report, model, runs, cluster, until, quick=quick)

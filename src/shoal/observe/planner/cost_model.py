@@ -45,9 +45,6 @@ NEAR_FULL = 0.5
 UNIT_BYTES = 1 << 20
 """Parameters from which on fsdp gathers a layer on its own, as `shoal.parallel.fsdp` does."""
 
-SERVER_CORES = 0.5
-"""Cores that a server takes from the workers of its host, as `shoal.cluster.launch.threads` counts it."""
-
 PAYS_FROM = 0.5
 """A further worker pays where it adds at least this share of what one alone trains."""
 
@@ -135,7 +132,10 @@ class Workload:
     """Workers of the calibration."""
 
     apply_s: float = 0.0
-    """The optimizer, over all parameters."""
+    """The optimizer over all parameters, with gradients that several workers summed."""
+
+    apply_alone_s: float = 0.0
+    """The same with gradients as one backward leaves them: rows that occur twice are added up first."""
 
     read_s: float = 0.0
     """Waiting for a batch."""
@@ -385,6 +385,7 @@ SUMS: dict[str, ExchangeCost] = {
 }
 """Without hierarchical, which is shm within a host and a ring between them."""
 
+BESIDE_BYTES = 256
 UNMEASURED = LinkSpeed(100e-6, 1e9)
 
 
@@ -435,6 +436,15 @@ def all_reduce_s(
     latency_s = max(link.latency_s, cluster.between.latency_s)
     left = sharing * cost.leaving(each, hosts) * num_bytes / cluster.between.bytes_per_s
     return cost.rounds(num_workers) * latency_s + max(moved, left)
+
+
+def gradient_sum_s(
+    name: str, num_bytes: float, num_workers: int, cluster: ClusterShape, *, hosts: int
+) -> float:
+    """A step's sum: its gradients, and beside them a few numbers (loss, counts, flags)."""
+    return sum(
+        all_reduce_s(name, each, num_workers, cluster, hosts=hosts) for each in (num_bytes, BESIDE_BYTES)
+    )
 
 
 def auto_exchange(num_workers: int, hosts: int) -> str:
@@ -502,6 +512,8 @@ def _terms(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> 
         terms["bubble"] = (axes.pp - 1) * micro_s * BUBBLE_LEFT[c.schedule]
     parts = axes.tp * axes.pp * axes.fsdp
     terms["apply"] = w.apply_s * slow / parts
+    if w.row_bytes and parts > 1:
+        terms["apply"] = w.apply_alone_s * slow  # rows are not cut: a worker has those of its whole slice
     terms["read"], terms["other"] = w.read_s * slow * share, w.other_s * slow
     if c.servers:
         _add_server_terms(terms, c, w, cluster, hosts, slow)
@@ -528,9 +540,8 @@ def _slowdown(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) 
     each = -(-c.workers // hosts)
     servers = -(-c.servers // hosts)
     threads = max(1, (cluster.cores - servers // 2) // each)
-    # Servers of an exact strategy rest while the workers compute.
-    beside = 0.0 if strategies.parse(c.strategy).is_exact else SERVER_CORES * servers
-    turns = max(1.0, (each * threads + beside) / cluster.cores)
+    # Servers work while their workers wait for them, so they take no core from these.
+    turns = max(1.0, each * threads / cluster.cores)
     return math.pow(w.threads / threads, w.thread_gain) * turns / cluster.speed
 
 
@@ -554,7 +565,7 @@ def _gradients_s(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: in
     num_bytes = w.gradient_bytes / (axes.fsdp * axes.tp * axes.pp)
     if c.family == "ddp":
         sent = compressed(c.compress, num_bytes, c.workers, w.layers)
-        return all_reduce_s(c.exchange, sent, c.workers, cluster, hosts=hosts)
+        return gradient_sum_s(c.exchange, sent, c.workers, cluster, hosts=hosts)
     # Replicas of a mesh are the outer axis: they are on different hosts as soon as there are several.
     span = min(hosts, axes.dp)
     return all_reduce_s(
@@ -646,11 +657,11 @@ def _add_server_terms(
         terms["server"] = served_s
     else:
         # Nobody waits for anybody: each push is an update of a slice, so a batch takes as many of them as there are workers.
-        own_s = sum(terms.values()) + copies_s + link_s
+        own_s = sum(terms.values()) + copies_s + link_s + served_s
         terms["communication"] = copies_s + link_s
         if parsed.bound is not None:  # ssp: the quickest waits for the slowest once it is so many steps ahead
             terms["communication"] += w.waiting_s / (parsed.bound + 1)
-        terms["server"] = max(0.0, c.workers * served_s - own_s)
+        terms["server"] = served_s + max(0.0, c.workers * served_s - own_s)
 
 
 # ---- layers ---------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from shoal.observe.planner.cost_model import (
     asks_for_dry_run,
     compressed,
     fitted,
+    gradient_sum_s,
 )
 from shoal.observe.trials import Trial
 
@@ -135,6 +136,9 @@ class ScriptRuns:
     seconds: float
     say: Callable[[str], None]
     is_module: bool = False
+    repeats: int = 1
+    """How often a run is measured again in which others had the processor; the quicker counts."""
+
     shares: list[float] = field(default_factory=list)
     """Of the processor, that the workers of each run had."""
 
@@ -153,9 +157,15 @@ class ScriptRuns:
             run_dir=self.folder,
             threads=threads,
         )
-        trial.run(seconds=self.seconds, min_steps=MIN_STEPS)
         is_synchronous = candidate.is_exact or not (candidate.servers or candidate.sync_every)
-        found = read_run(self.folder / name, is_synchronous=is_synchronous)
+        found = None
+        for _ in range(1 + self.repeats):
+            trial.run(seconds=self.seconds, min_steps=MIN_STEPS)
+            again = read_run(self.folder / name, is_synchronous=is_synchronous)
+            found = again if found is None or again.step_s < found.step_s else found
+            if found.cpu_share >= STARVED:
+                break
+        assert found is not None
         self.shares.append(found.cpu_share)
         of_threads = f", {found.threads} thread{'s' if found.threads > 1 else ''} each"
         of_threads += f", in {parts} parts" if parts is not None else ""
@@ -263,7 +273,7 @@ def workload_of(calibration: Calibration, cluster: ClusterShape) -> Workload:
         # What neighbours cost is taken for it: too much for many small slices, and right for slices as large as these.
         fixed_s = min(max((n * slice_s - whole_s) / (n - 1), 0.0), MAX_FIXED * whole_s)
     dense, rows = _told_apart(several.sent_bytes, layers, parameter_bytes)
-    sum_s = all_reduce_s("auto", dense, n, cluster, hosts=1) + all_reduce_s(
+    sum_s = gradient_sum_s("auto", dense, n, cluster, hosts=1) + all_reduce_s(
         "allgather", rows, n, cluster, hosts=1
     )
     exposed_s = several.terms["communication"]
@@ -277,6 +287,7 @@ def workload_of(calibration: Calibration, cluster: ClusterShape) -> Workload:
         crowding=slice_s / (fixed_s + (whole_s - fixed_s) / n),
         crowd=n,
         apply_s=several.terms["apply"],
+        apply_alone_s=narrow.terms["apply"],
         read_s=n * several.terms["read"],
         other_s=several.terms["other"],
         threads=several.threads,
