@@ -468,8 +468,17 @@ def faults(feed: RunFeed) -> list[Values]:
     """Deaths and what was done about each: signal, step, time until a replacement was there and at work."""
     found: list[Values] = []
     open_by: dict[str, Values] = {}
+    is_leaving = has_failed = False
     for event in feed.events:
         kind, name = str(event.get("event")), _process_of(event)
+        if kind in ("job-ended", "coordinator-started"):
+            is_leaving = has_failed = False
+        elif kind == "asked-to-leave":
+            is_leaving = True
+        elif kind == "worker-failed":
+            has_failed = True
+        if is_leaving or (has_failed and name and not name.startswith("worker-")):
+            continue  # sent away: by the user, or because the script had failed
         if kind.endswith("-exited") and name and event.get("code") != 0:
             fault = _fault(feed, event, name, _signal(event.get("code")))
             found.append(fault)
