@@ -188,8 +188,8 @@ def main(quick: bool = False) -> None:
         rounds=4 if quick else 12,
         batch=128,
     )
-    of_ddp(report, steps=20 if quick else 400, rounds=4 if quick else 16)
-    together(report, steps=20 if quick else 400, rounds=4 if quick else 16)
+    of_ddp(report, steps=20 if quick else 100, rounds=4 if quick else 12)
+    together(report, steps=20 if quick else 100, rounds=4 if quick else 12)
     report.save()
 
 
