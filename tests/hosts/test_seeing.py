@@ -70,7 +70,7 @@ def test_processes_of_all_hosts_are_seen_from_the_head(
 
     shown("report", str(run))
     figures = json.loads((run / "report.json").read_text())
-    assert len(figures["workers"]) == 3
+    assert len(figures["time_by_worker"]) == 3
     assert figures["bottleneck"]
 
     feed = RunFeed(run)
