@@ -35,6 +35,7 @@ from shoal.observe.planner.cost_model import (
     compressed,
     fitted,
     gradient_sum_s,
+    sift,
 )
 from shoal.observe.trials import Trial
 
@@ -336,13 +337,18 @@ def _features(kind: str, shape: str) -> int:
 def dry_runs_wanted(
     candidates: Iterable[PlanCandidate], workload: Workload, cluster: ClusterShape
 ) -> list[tuple[int, int]]:
-    """Ranks that share a batch and shards of fsdp, of candidates of which memory decides; (1, 1) is what they are compared with."""
-    asked = {
-        (each.axes.num_data_ranks, each.axes.fsdp)
-        for each in candidates
-        if asks_for_dry_run(each, workload, cluster)
-    }
-    return [(1, 1), *sorted(asked - {(1, 1)})][:MAX_DRY_RUNS] if asked else []
+    """Ranks that share a batch and shards of fsdp, of the quickest candidates of which memory decides.
+
+    With (1, 1), which what was measured is compared with.
+    """
+    roomy = replace(cluster, memory_bytes=0)
+    quickest, _ = sift(iter(candidates), workload, roomy)
+    asked = [
+        (each.candidate.axes.num_data_ranks, each.candidate.axes.fsdp)
+        for each in quickest
+        if asks_for_dry_run(each.candidate, workload, cluster)
+    ]
+    return list(dict.fromkeys([(1, 1), *asked]))[:MAX_DRY_RUNS] if asked else []
 
 
 def dry_runs_of(told: Sequence[Mapping[str, Any]]) -> tuple[DryRun, ...]:
