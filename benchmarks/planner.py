@@ -69,6 +69,7 @@ def main(
     quick: bool = False, minutes: float | None = None, parts: Sequence[str] = (), odd: str | None = None
 ) -> None:
     """`parts`: only these models; the others' figures stay. `odd`: a folder in which the runs are kept."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one worker would take a device that several cannot share
     cores, until = available_cores(), time.monotonic() + 60 * (minutes or 60)
     name = "planner" if cores <= 2 else f"planner_{cores}_cores"
     report, workers = Report(name, keeps_others=True), min(MAX_WORKERS, cores)
@@ -122,7 +123,7 @@ def one_model(
         try:
             measured = runs.run(f"tried-{len(found)}", candidate)
         except ClusterError as error:
-            print(f"{model}, {candidate.name}: {str(error).splitlines()[-1]}", file=sys.stderr)
+            print(f"{model}, {candidate.name}: {str(error)[-1500:]}", file=sys.stderr)
             continue
         found[candidate] = (predicted.step_s, measured.step_s)
         report.add(

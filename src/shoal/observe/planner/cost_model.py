@@ -39,6 +39,13 @@ MICRO_BATCHES_PER_STAGE = 2
 BUBBLE_LEFT = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero-bubble": 0.25}
 """Of the bubble of 1f1b: what a schedule leaves."""
 
+DTENSOR_APPLY_S, FSDP_COPIES_S = 0.5e-3, 0.2e-3
+"""Of each parameter by name: what torch's dispatch of an optimizer's dozen operations on a DTensor takes on a CPU (0.35 to 0.6 ms with Adam
+on two machines), and the copies around a gather."""
+
+ASYNC_WAITS = 0.5
+"""Of a server's time for a push: what its worker waits for it, where nobody else waits."""
+
 NEAR_FULL = 0.5
 """Of the memory that there is: from here on shapes are too coarse, and a step is run dry."""
 
@@ -154,6 +161,9 @@ class Workload:
 
     waiting_s: float = 0.0
     """What workers of one step wait for each other beyond the sum itself, as two workers showed."""
+
+    num_tensors: int = 0
+    """Parameters by name, where they are known."""
 
     parameter_bytes: int = 0
     gradient_bytes: int = 0
@@ -514,6 +524,10 @@ def _terms(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> 
     terms["apply"] = w.apply_s * slow / parts
     if w.row_bytes and parts > 1:
         terms["apply"] = w.apply_alone_s * slow  # rows are not cut: a worker has those of its whole slice
+    if axes.fsdp > 1 or axes.tp > 1:
+        terms["apply"] += w.num_tensors * DTENSOR_APPLY_S / cluster.speed
+    if axes.fsdp > 1:
+        terms["compute"] += w.num_tensors * FSDP_COPIES_S / cluster.speed
     terms["read"], terms["other"] = w.read_s * slow * share, w.other_s * slow
     if c.servers:
         _add_server_terms(terms, c, w, cluster, hosts, slow)
@@ -657,11 +671,11 @@ def _add_server_terms(
         terms["server"] = served_s
     else:
         # Nobody waits for anybody: each push is an update of a slice, so a batch takes as many of them as there are workers.
-        own_s = sum(terms.values()) + copies_s + link_s + served_s
+        own_s = sum(terms.values()) + copies_s + link_s + ASYNC_WAITS * served_s
         terms["communication"] = copies_s + link_s
         if parsed.bound is not None:  # ssp: the quickest waits for the slowest once it is so many steps ahead
             terms["communication"] += w.waiting_s / (parsed.bound + 1)
-        terms["server"] = served_s + max(0.0, c.workers * served_s - own_s)
+        terms["server"] = ASYNC_WAITS * served_s + max(0.0, c.workers * served_s - own_s)
 
 
 # ---- layers ---------------------------------------------------------------------------------------

@@ -257,6 +257,7 @@ def workload_of(calibration: Calibration, cluster: ClusterShape) -> Workload:
         read_s=alone.terms["read"],
         other_s=alone.terms["other"],
         threads=alone.threads,
+        num_tensors=len(alone.graph.get("model") or ()),
         parameter_bytes=parameter_bytes,
         gradient_bytes=parameter_bytes,
         layers=layers,
