@@ -8,6 +8,7 @@ both are wrapped once a process. What runs on a device while the host goes on is
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from shoal.runtime import recorder
 @functools.cache
 def record() -> None:
     """Count waits as exchange from now on."""
-    wait, wait_tensor = Work.wait, _functional_collectives.wait_tensor
+    wait = Work.wait
+    wait_tensor: Callable[[Tensor], Tensor] = _functional_collectives.wait_tensor
 
     @functools.wraps(wait)
     def recorded_wait(self: Work, *args: Any, **settings: Any) -> Any:

@@ -63,7 +63,7 @@ class DryRuns:
             tracker = MemTracker()
             tracker.track_external(model, *(each for each in leaves(batch) if isinstance(each, Tensor)))
             with tracker:
-                self._loss(job, model, batch, part).backward()
+                self._loss(job, model, batch, part).backward()  # type: ignore[no-untyped-call]
         peaks = tracker.get_tracker_snapshot("peak").values()
         held = sum(_local(each).nbytes for each in model.parameters())
         return {

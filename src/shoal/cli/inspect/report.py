@@ -178,8 +178,8 @@ def _bandwidth(record: RunRecord) -> MeasuredBandwidth | None:
 
     if len(record.config.get("hosts") or ()) > 1:
         return None
-    workers = record.config.get("workers")
-    by_size = exchange_rule.read(exchange_rule.path()).get(workers, {}) if isinstance(workers, int) else {}
+    workers = int(record.config.get("workers") or 1)
+    by_size = exchange_rule.read(exchange_rule.path()).get(workers, {})
     if by_size and not record.config.get("servers"):
         size = max(by_size)
         name, took_s = min(by_size[size].items(), key=lambda item: item[1])
