@@ -10,6 +10,7 @@ from typing import Any
 BENCHMARKS = (
     "trainer_overhead",
     "on_device",
+    "device_cache",
     "ddp_step",
     "exchange_shm",
     "ddp_shm",
@@ -81,7 +82,7 @@ def _more(name: str, options: argparse.Namespace) -> dict[str, Any]:
             return of_recovery
         case "planner":
             return of_recovery
-        case "ps_memory" | "ps_quality" | "scaling":
+        case "ps_memory" | "ps_quality" | "scaling" | "device_cache":
             return {"minutes": options.minutes}
     return {}
 
