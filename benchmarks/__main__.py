@@ -55,13 +55,20 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all without")
     parser.add_argument("--quick", action="store_true", help="few rounds: whether it runs at all")
     parser.add_argument(
-        "--part", action="append", default=[], help="of recovery, ps_recovery and engines: only this part"
+        "--part",
+        action="append",
+        default=[],
+        help="of recovery, ps_recovery, engines and planner: only this part",
     )
-    parser.add_argument("--minutes", type=float, help="of recovery, ps_* and engines: how long at most")
+    parser.add_argument(
+        "--minutes", type=float, help="of recovery, engines, planner and ps_*: how long at most"
+    )
     parser.add_argument(
         "--workers", type=int, action="append", default=[], help="of recovery: only so many workers"
     )
-    parser.add_argument("--odd", help="of *recovery: a folder for the run directories of runs worth a look")
+    parser.add_argument(
+        "--odd", help="of *recovery and planner: a folder for the run directories of runs worth a look"
+    )
     options = parser.parse_args()
     names = options.names or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
@@ -80,7 +87,9 @@ def _more(name: str, options: argparse.Namespace) -> dict[str, Any]:
             return of_recovery
         case "engines":
             return {"parts": options.part, "minutes": options.minutes}
-        case "ps_memory" | "ps_quality" | "scaling" | "planner" | "device_cache":
+        case "planner":
+            return of_recovery
+        case "ps_memory" | "ps_quality" | "scaling" | "device_cache":
             return {"minutes": options.minutes}
     return {}
 

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import shoal
+from benchmarks.dashboard import look
 from benchmarks.harness import Report, alternate, summarise
 from benchmarks.plain_models import ClickModel, click_arrays
 from shoal.runtime import recorder
@@ -107,6 +109,45 @@ def of_ddp(report: Report, *, steps: int, rounds: int) -> None:
     )
 
 
+def together(report: Report, *, steps: int, rounds: int) -> None:
+    """Spans, reports of progress and a dashboard that somebody looks at, against none of them, in turn within one job.
+
+    The dashboard's process is there throughout: without somebody who looks it reads nothing.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "pairs.json"
+        job = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "shoal", "run", "-n", "2", "--run-dir", folder, "--name", "job"),
+                *("--dashboard", "--dashboard-port", "0"),
+                *(str(SCRIPT), str(out), str(steps), str(rounds), "together"),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert job.stderr is not None
+        address = next(line for line in job.stderr if "dashboard: " in line).split()[-1]
+        threading.Thread(target=job.stderr.read, daemon=True).start()
+        while job.poll() is None:
+            if not out.with_suffix(".look").exists():
+                time.sleep(0.02)
+                continue
+            ended = threading.Event()
+            viewer = threading.Thread(target=look, args=(address, ended), daemon=True)
+            viewer.start()
+            while out.with_suffix(".look").exists() and job.poll() is None:
+                time.sleep(0.02)
+            ended.set()
+            viewer.join(1.0)
+        pairs = [tuple(pair) for pair in json.loads(out.read_text())]
+    report.add(
+        "MLP of 0.3 M parameters, ddp, 2 workers, wall clock: spans, progress and a dashboard looked at / none",
+        summarise(pairs, digits=4),
+        steps_per_round=steps,
+        aim="ratio <= 1.01",
+    )
+
+
 def main(quick: bool = False) -> None:
     torch.set_num_threads(1)  # the second core is for whatever else runs here
     report = Report("observe_cost")
@@ -147,7 +188,8 @@ def main(quick: bool = False) -> None:
         rounds=4 if quick else 12,
         batch=128,
     )
-    of_ddp(report, steps=20 if quick else 40, rounds=4 if quick else 16)
+    of_ddp(report, steps=20 if quick else 100, rounds=4 if quick else 12)
+    together(report, steps=20 if quick else 100, rounds=4 if quick else 12)
     report.save()
 
 

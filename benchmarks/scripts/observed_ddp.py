@@ -1,8 +1,13 @@
-"""For observe_cost: stretches of steps, recorded and not in turn; rank 0 writes (recorded, not) pairs of seconds."""
+"""For observe_cost: stretches of steps, observed and not in turn; rank 0 writes (observed, not) pairs of seconds.
+
+observed_ddp.py OUT STEPS ROUNDS [together]   "together": beside spans also reports of progress, and OUT.look is there while
+                                              somebody should look at the dashboard
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -13,7 +18,9 @@ from torch import nn
 
 import shoal
 from shoal.runtime.recorder import RECORDER
+from shoal.train import loop
 
+is_together = sys.argv[4:] == ["together"]
 out, steps, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 inputs = torch.randn(40_000, 128, generator=torch.Generator().manual_seed(0))
 data = shoal.Dataset.from_arrays((inputs, inputs.sum(1, keepdim=True))).shuffle(seed=0).batch(256)
@@ -25,6 +32,11 @@ trainer = shoal.Trainer(
 
 def stretch(*, is_recorded: bool) -> float:
     RECORDER.owner = get_ident() if is_recorded else 0
+    if is_together:
+        loop._REPORT_EVERY_S = 0.1 if is_recorded else math.inf
+        look = out.with_suffix(".look")
+        if shoal.rank() == 0:
+            look.touch() if is_recorded else look.unlink(missing_ok=True)
     began = time.perf_counter()
     trainer.fit(data, max_steps=steps)
     return time.perf_counter() - began

@@ -22,6 +22,7 @@ from shoal.errors import ConfigError
         ("fsdp", {"schedule": "gpipe"}, "'fsdp' has no pp"),
         ("fsdp", {"snapshot_every": -1}, "no number of steps between two snapshots"),
         ("ddp", {"snapshot_every": 10}, "under 'ddp' one that dies is replaced from the others"),
+        ("ddp", {"accumulate": 0}, "no number of parts"),
         ("pp", {"checkpoint_activations": True, "schedule": "zero-bubble"}, "takes backward apart"),
         ("ps", {"staleness_lr": True}, "under 'ps' no push is an update of its own"),
         ("ps:stale-ok", {"staleness_lr": True}, "under 'ps:stale-ok' no push is an update of its own"),

@@ -68,7 +68,7 @@ def test_the_run_of_an_earlier_version_goes_on_as_it_was(earlier: Path) -> None:
 def test_under_another_strategy_only_what_was_not_said_of_the_former_is_kept(earlier: Path) -> None:
     config = resume_config(earlier, strategy="fsdp")
     assert options_of(config) == options_of(ParallelOptions(**kept_of(config)))
-    assert [getattr(config, name) for name in KEPT] == ["weighted=1,2,1", "cpu", False]
+    assert [getattr(config, name) for name in KEPT] == ["weighted=1,2,1", "cpu", False, None]
 
 
 def test_a_rule_for_sums_is_kept_only_by_as_many_workers(earlier: Path) -> None:

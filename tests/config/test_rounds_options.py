@@ -29,5 +29,8 @@ def test_what_rounds_cannot_do_is_refused() -> None:
         LaunchConfig(script="t.py", workers=2, strategy="mapreduce", exchange="ring")
     with pytest.raises(ConfigError, match="a loop of the script's own"):
         refuse_own_loop(2)
+    with pytest.raises(ConfigError, match="--accumulate 4"):
+        refuse_own_loop(0, 4)
+    refuse_own_loop(0)
     with pytest.raises(ConfigError, match="--on mpi gives hosts, and map-reduce runs tasks"):
         tasks.parse("mpi")

@@ -17,6 +17,7 @@ from shoal.observe.planner.cost_model import (
     best_by_workers,
     enumerate_candidates,
     fitted,
+    learned,
     memory_of,
     predict,
     refusal,
@@ -170,7 +171,11 @@ def test_a_slow_link_asks_for_the_exchange_that_sends_least_over_it() -> None:
             {"row_bytes": 8, "layers": (ModelLayer(name="rows", kind="Embedding"),)},
             "'rows' has sparse gradients",
         ),
-        (PlanCandidate(workers=8, strategy="ddp"), {"peak_bytes": 1 << 30}, "and there are 2.0 GiB"),
+        (
+            PlanCandidate(workers=8, strategy="ddp"),
+            {"peak_bytes": 1 << 30},
+            "by the shapes of its layers, and there are 2 GiB",
+        ),
         (
             PlanCandidate(workers=8, strategy="fsdp", compress="int8"),
             {},
@@ -189,7 +194,7 @@ def test_every_product_of_axes_is_looked_at_once() -> None:
     names = [
         (each.strategy, each.schedule)
         for each in enumerate_candidates(ClusterShape(per_host=8), counts=[8])
-        if each.family not in ("ddp", "ps")
+        if each.axes.dp < each.workers and not each.servers
     ]
     assert len(names) == len(set(names))
     assert {"fsdp", "tp", "pp", "fsdp=2,tp=4", "pp=2,dp=2,tp=2", "dp=4,fsdp=2"} <= {name for name, _ in names}
@@ -223,6 +228,43 @@ def test_the_reason_names_the_nearest_other_way() -> None:
     said = why(ddp, exact, WORKLOAD)
     assert said.startswith("ddp fits this model: 1.05 MB of gradients cost")
     assert f"{exact[0].candidate.name} is predicted at" in said
+
+
+def test_relaxed_ways_are_looked_at_and_inexact() -> None:
+    cluster = ClusterShape(hosts=2, per_host=4, cores=4, between=LinkSpeed(1e-4, 1e7), exchanges=LINKS)
+    rows = replace(WORKLOAD, row_bytes=1 << 20)
+    found, dropped = sift(enumerate_candidates(cluster, counts=[8]), rows, cluster)
+    by_name = {each.candidate.name: each for each in found}
+    for name in (
+        "ps:ssp=2 --servers 1",
+        "ps:hybrid --servers 2",
+        "ddp --sync-every 8",
+        "ddp --sync-every 64",
+    ):
+        assert not by_name[name].candidate.is_exact
+    # The further apart the workers meet, the less a slow link costs.
+    steps = [by_name[name].step_s for name in ("ddp --sync-every 64", "ddp --sync-every 8", "ddp")]
+    assert steps == sorted(steps)
+    assert by_name["ps:async --servers 2"].step_s <= by_name["ps:ssp=8 --servers 2"].step_s
+    assert by_name["ps:ssp=8 --servers 2"].step_s <= by_name["ps:ssp=2 --servers 2"].step_s
+    _, dropped = sift(enumerate_candidates(cluster, counts=[8]), WORKLOAD, cluster)
+    [reason] = {each.reason for each in dropped if each.candidate.strategy == "ps:hybrid"}
+    assert "this model has none" in reason
+
+
+def test_what_was_measured_of_a_way_tells_of_its_kind_and_of_no_other() -> None:
+    cluster = ClusterShape(per_host=4, cores=4, exchanges=LINKS)
+    found, _ = sift(enumerate_candidates(cluster, counts=[2, 4]), WORKLOAD, cluster)
+    by_name = {(each.candidate.name, each.candidate.workers): each.step_s for each in found}
+    pipeline = PlanCandidate(workers=4, strategy="pp")
+    after = learned(found, {pipeline: 2 * by_name["pp", 4]})
+    told = {(each.candidate.name, each.candidate.workers): each.step_s for each in after}
+    assert told["pp", 4] == pytest.approx(2 * by_name["pp", 4])
+    assert told["pp --schedule gpipe", 4] == pytest.approx(2 * by_name["pp --schedule gpipe", 4])
+    assert told["pp=2,dp=2", 4] == pytest.approx(2 * by_name["pp=2,dp=2", 4])
+    assert told["pp", 2] == pytest.approx(2 * by_name["pp", 2])
+    assert told["tp", 4] == by_name["tp", 4]
+    assert told["ddp", 4] == by_name["ddp", 4]
 
 
 def test_a_measured_step_keeps_the_proportions_of_its_terms() -> None:

@@ -243,3 +243,49 @@ def test_servers_have_slots_staleness_and_hits(tmp_path: Path) -> None:
 def test_figures_for_prometheus_are_labelled_and_escaped(tmp_path: Path) -> None:
     said = prometheus.text([prometheus.figures(polled(write_run(tmp_path / 'a "b"', steps=50)))])
     assert '# TYPE shoal_step gauge\nshoal_step{run="a \\"b\\""} 50.0\n' in said
+
+
+def _launch(at: float, *ends: dict[str, Any]) -> list[dict[str, Any]]:
+    begin = [
+        {"event": "coordinator-started", "pid": 1},
+        {"event": "server-started", "server": 0, "incarnation": 0},
+        {"event": "worker-started", "rank": 0, "incarnation": 0},
+    ]
+    return [{"time": at + second, **event} for second, event in enumerate([*begin, *ends])]
+
+
+SENT_AWAY = ({"event": "server-exited", "server": 0, "code": -9}, {"event": "job-ended", "exit": 1})
+
+
+@pytest.mark.parametrize(
+    ("ends", "died"),
+    [
+        (({"event": "asked-to-leave"}, {"event": "worker-exited", "rank": 0, "code": 143}), []),
+        (
+            ({"event": "worker-failed", "rank": 0}, {"event": "worker-exited", "rank": 0, "code": 1}),
+            ["worker-0"],
+        ),
+        (({"event": "worker-exited", "rank": 0, "code": -9},), ["worker-0", "server-0"]),
+    ],
+    ids=["interrupted", "script failed", "killed"],
+)
+def test_processes_that_the_job_sent_away_did_not_die(
+    tmp_path: Path, ends: tuple[dict[str, Any], ...], died: list[str]
+) -> None:
+    run = write_run(tmp_path / "run", workers=1, servers=1, steps=4)
+    lines(run / "events.jsonl", _launch(1000.0, *ends, *SENT_AWAY))
+    feed = RunFeed(run)
+    feed.poll()
+    assert [fault["process"] for fault in views.faults(feed)] == died
+
+
+def test_time_taken_is_that_of_all_launches_without_the_time_between_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", workers=1, servers=1, steps=4)
+    first, second = _launch(1000.0, *SENT_AWAY), _launch(5000.0, *SENT_AWAY)
+    lines(run / "events.jsonl", [*first, *second])
+    for name, change in (("config", {"started": 4999.5}), ("summary", {"ended": 5004.0})):
+        path = run / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    feed = RunFeed(run)
+    feed.poll()
+    assert views.progress(feed)["seconds"] == pytest.approx(8.0)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.observe.planner.cost_model import SUMS, TERMS, ClusterShape, LinkSpeed, PlanCandidate, predict
 from shoal.observe.planner.measuring import (
+    Calibration,
     MeasuredRun,
     codecs_of,
     disturbed,
@@ -53,10 +54,20 @@ def measured(workers: int, threads: int, sent: float = 0.0, **terms: float) -> M
 seconds = st.floats(1e-4, 1.0)
 
 
-@given(seconds, seconds, seconds, seconds, st.floats(0, 0.1), st.floats(0, 0.1), st.floats(100.0, 1e7))
+@given(
+    seconds,
+    seconds,
+    seconds | st.none(),
+    seconds,
+    seconds,
+    st.floats(0, 0.1),
+    st.floats(0, 0.1),
+    st.floats(100.0, 1e7),
+)
 def test_a_calibration_predicts_itself(
     alone_s: float,
     narrow_s: float,
+    parts_s: float | None,
     slice_s: float,
     apply_s: float,
     read_s: float,
@@ -69,7 +80,13 @@ def test_a_calibration_predicts_itself(
         2, 1, sent, compute=slice_s, apply=apply_s, read=read_s, communication=exposed_s, other=0.001
     )
     alone = measured(1, 2, compute=alone_s, apply=apply_s)
-    workload = workload_of(alone, measured(1, 1, compute=narrow_s), several, cluster)
+    calibration = Calibration(
+        alone=alone,
+        narrow=measured(1, 1, compute=narrow_s),
+        in_parts=measured(1, 1, compute=parts_s) if parts_s is not None else None,
+        several=several,
+    )
+    workload = workload_of(calibration, cluster)
     single = predict(PlanCandidate(workers=1, strategy="single"), workload, cluster)
     assert single.step_s == pytest.approx(alone.step_s)
     ddp = predict(PlanCandidate(workers=2, strategy="ddp"), workload, cluster)
@@ -81,12 +98,30 @@ def test_a_calibration_predicts_itself(
         assert ddp.terms["communication"] == pytest.approx(exposed_s, rel=1e-6, abs=1e-9)
 
 
+def test_what_neighbours_cost_is_told_from_what_a_small_slice_does_not_save() -> None:
+    """A slice that took as long as half a batch and a half more: by the batch in parts, its neighbour's doing."""
+    cluster = ClusterShape(per_host=2, cores=2, exchanges={name: LinkSpeed(1e-6, 1e12) for name in SUMS})
+    base = Calibration(
+        alone=measured(1, 2, compute=0.06),
+        narrow=measured(1, 1, compute=0.1),
+        several=measured(2, 1, compute=0.075),
+    )
+    pipeline = PlanCandidate(workers=2, strategy="pp")
+    without = predict(pipeline, workload_of(base, cluster), cluster)
+    parted = replace(base, in_parts=measured(1, 1, compute=0.1))
+    with_parts = predict(pipeline, workload_of(parted, cluster), cluster)
+    assert workload_of(parted, cluster).fixed_s == 0
+    assert workload_of(parted, cluster).crowding == pytest.approx(1.5)
+    # Four micro-batches each paid what the neighbour cost, and pay it once.
+    assert with_parts.step_s < 0.75 * without.step_s
+
+
 def test_sparse_rows_are_told_from_dense_gradients_by_what_was_sent() -> None:
     cluster = ClusterShape(per_host=2, cores=2)
-    runs: list[Any] = [measured(1, 2, compute=0.1), measured(1, 1, compute=0.1)]
-    sparse = workload_of(*runs, measured(2, 1, 576 + 1056 + 500.0, compute=0.05), cluster)
+    base = Calibration(alone=measured(1, 2, compute=0.1), narrow=measured(1, 1, compute=0.1))
+    sparse = workload_of(replace(base, several=measured(2, 1, 576 + 1056 + 500.0, compute=0.05)), cluster)
     assert (sparse.gradient_bytes, sparse.row_bytes) == (576 + 1056, 1000)
-    dense = workload_of(*runs, measured(2, 1, 33632.0, compute=0.05), cluster)
+    dense = workload_of(replace(base, several=measured(2, 1, 33632.0, compute=0.05)), cluster)
     assert (dense.gradient_bytes, dense.row_bytes) == (33632, 0)
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from shoal.cli import app
 from shoal.errors import ConfigError
 from shoal.observe import live, record, trace
-from shoal.observe.figures import Target, figures
+from shoal.observe.figures import MeasuredBandwidth, Target, figures
 from shoal.observe.page import page, thinned, ticks
 from shoal.observe.trace import timeline
 
@@ -45,6 +45,16 @@ def test_figures_of_an_even_run(tmp_path: Path) -> None:
     assert found["imbalance"]["time computing"] == 1
     assert found["bottleneck"].startswith("Compute is")
     assert found["missing"] == []
+
+
+def test_bytes_are_a_share_of_the_bandwidth_that_was_measured(tmp_path: Path) -> None:
+    link = MeasuredBandwidth(1e6, "by hand")
+    found = reported(write_run(tmp_path / "run"), bandwidth=link)
+    node = found["nodes"]["worker-0"]
+    assert node["bytes_per_s"] > 0
+    assert node["share_of_bandwidth"] == pytest.approx(node["bytes_per_s"] / 1e6, rel=1e-3)
+    assert "by hand" in page(record.read(tmp_path / "run"), found)
+    assert reported(tmp_path / "run")["nodes"]["worker-0"]["share_of_bandwidth"] is None
 
 
 def test_speedup_is_against_the_baseline_and_one_beyond_the_ideal_is_doubted(tmp_path: Path) -> None:

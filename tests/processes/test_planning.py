@@ -49,7 +49,10 @@ def test_a_script_is_planned_run_and_refused_once_its_model_has_changed(
     assert {("fsdp", 2), ("tp", 2), ("ps --servers 1", 2), ("ddp --exchange ring --compress int8", 2)} <= set(
         ways
     )
-    assert sum(each["measured_s"] is not None for each in plan["candidates"]) == 2
+    # One worker and ddp by the calibration, and what was tried.
+    assert ways["ddp", 2]["measured_s"] is not None
+    assert sum(each["measured_s"] is not None for each in plan["candidates"]) >= 3
+    assert {("ps:ssp=2 --servers 1", 2), ("ddp --sync-every 8", 2)} <= set(ways)
     assert any(each["reason"].startswith("4 stages are more than the 2 layers") for each in plan["dropped"])
     assert f"Plan: {plan['strategy']}" in shown.stdout
     assert plan["why"] in shown.stdout
@@ -67,6 +70,36 @@ def test_a_script_is_planned_run_and_refused_once_its_model_has_changed(
     assert refused.exit_code == 2
     said = " ".join(refused.output.split())
     assert "the model has changed since the plan was made: '0.weight' is 32×8 now and was 64×8 then" in said
+
+
+DEEP = """
+import torch, shoal
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+trainer = shoal.Trainer(model, loss=nn.MSELoss(), seed=0, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+data = shoal.Dataset.from_arrays((torch.randn(256, 512), torch.randn(256, 512)))
+trainer.fit(data.batch(64), epochs=40)
+"""
+
+
+def test_memory_that_decides_is_by_a_dry_run_of_ranks_that_are_not_here(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4.2 MB of weights, as much of gradients and of buckets do not fit into 10 MB; shards of them do, with a layer gathered."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "deep.py").write_text(DEEP)
+    cluster = ["--hosts", "8", "--per-host", "8", "--device-memory", "10M"]
+    shown = invoke("plan", "deep.py", *cluster, "--try", "0", "--seconds", "0.5")
+    assert shown.exit_code == 0, shown.output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    reasons = {(each["way"], each["workers"]): each["reason"] for each in plan["dropped"]}
+    assert "a device would need" in reasons["ddp", 64]
+    assert "GiB by a dry run of its step, and there are" in reasons["ddp", 64]
+    ran = {(each["ranks"], each["shards"]) for each in plan["workload"]["dry_runs"]}
+    assert {(1, 1), (64, 1), (2, 2)} <= ran
+    assert ("fsdp", 64) in {(each["way"], each["workers"]) for each in plan["candidates"]}
 
 
 def test_a_script_that_cannot_be_run_twice_is_named_as_such(

@@ -63,6 +63,22 @@ def test_every_process_tells_where_its_time_went(
     _check_report(done.run_dir)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "tp", "pp"])
+def test_collectives_within_a_model_are_exchange_and_no_compute(launch_script: Launch, strategy: str) -> None:
+    done = launch_script(SCRIPT, workers=2, strategy=strategy)
+    assert done.exit_code == 0, done.stderr
+    run = record.read(done.run_dir)
+    traces, problems = record.read_traces(done.run_dir, run.activity)
+    assert not problems
+    for trace in (each for each in traces if each.process.startswith("worker-")):
+        kind = {name: number for number, name in enumerate(trace.kinds)}
+        waits = trace.spans[trace.spans["kind"] == kind["exchange"]]
+        for compute in trace.spans[trace.spans["kind"] == kind["compute"]][5:10]:
+            within = (waits["start_ns"] >= compute["start_ns"]) & (waits["end_ns"] <= compute["end_ns"])
+            assert within.any()
+            assert (waits["depth"][within] > compute["depth"]).all()
+
+
 def _check_report(run_dir: Path) -> None:
     shown = CliRunner().invoke(app, ["report", str(run_dir)])
     assert shown.exit_code == 0, shown.output

@@ -6,7 +6,7 @@ import http.server
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import nn
 import shoal
 from shoal.callbacks import MLflow, OpenTelemetry, WandB
 from shoal.config import job
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, Interrupted
 from shoal.train.callbacks import trackers
-from shoal.train.callbacks.trackers import Tracker
+from shoal.train.callbacks.base import Callback, StepLogs
+from shoal.train.callbacks.logs import StepInterval
+from shoal.train.callbacks.trackers import FitOutcome, Tracker
 
 NUM_STEPS = 10
 
@@ -32,7 +34,7 @@ class Remembering(Tracker):
         self.fails_at, self.problem = fails_at, problem
         self.opened: list[str] = []
         self.reported: dict[int, dict[str, float]] = {}
-        self.is_closed = False
+        self.outcome: FitOutcome | None = None
 
     def _open(self, trainer: shoal.Trainer, known: str, about: dict[str, Any]) -> str:
         if self.problem is not None:
@@ -45,18 +47,18 @@ class Remembering(Tracker):
             raise ConnectionError("nobody there")
         self.reported.setdefault(step, {}).update(values)
 
-    def _close(self) -> None:
-        self.is_closed = True
+    def _close(self, outcome: FitOutcome) -> None:
+        self.outcome = outcome
 
 
-def fit(callback: Tracker, *, epochs: int = 2) -> shoal.Trainer:
+def fit(callback: Tracker, *, epochs: int = 2, more: Sequence[Callback] = ()) -> shoal.Trainer:
     inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
     data = shoal.Dataset.from_arrays((inputs, inputs.sum(1, keepdim=True)))
     trainer = shoal.Trainer(
         nn.Linear(3, 1),
         loss=nn.MSELoss(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        callbacks=[callback],
+        callbacks=[callback, *more],
     )
     trainer.fit(data.batch(8), epochs=epochs)
     return trainer
@@ -69,7 +71,49 @@ def test_steps_and_epochs_are_reported() -> None:
     assert tracker.reported[2].keys() == {"loss", "lr"}
     assert tracker.reported[4].keys() == {"loss", "lr", "samples_per_s"}
     assert tracker.reported[5].keys() == {"epoch/loss"}
-    assert tracker.is_closed
+    assert tracker.outcome is FitOutcome.FINISHED
+
+
+class Stopping(Callback):
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def on_step_end(self, trainer: shoal.Trainer, logs: StepLogs) -> None:
+        if logs.step == 3:
+            raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (ValueError("a bug"), FitOutcome.FAILED),
+        (Interrupted(signal_name="SIGTERM", step=3, checkpoint=None), FitOutcome.KILLED),
+    ],
+)
+def test_a_fit_that_fails_is_told_so(error: Exception, outcome: FitOutcome) -> None:
+    tracker = Remembering()
+    with pytest.raises((ValueError, SystemExit)):
+        fit(tracker, more=[Stopping(error)])
+    assert tracker.outcome is outcome
+
+
+def test_an_error_within_on_exception_does_not_hide_the_first(capfd: pytest.CaptureFixture[str]) -> None:
+    class Broken(Stopping):
+        def on_exception(self, trainer: shoal.Trainer, error: BaseException) -> None:
+            raise KeyError("another")
+
+    with pytest.raises(ValueError, match="a bug"):
+        fit(Remembering(), more=[Broken(ValueError("a bug"))])
+    assert "on_exception of Broken failed: KeyError" in capfd.readouterr().err
+
+
+def test_steps_that_end_many_at_once_are_reported_all_the_same() -> None:
+    """Rounds of mapreduce with --sync-every 7 end at steps 7, 14, 21, ..., of which 10 divides one in ten."""
+    interval = StepInterval(Remembering(), 10)
+    interval.begin(0)
+    assert [step for step in range(7, 71, 7) if interval.is_due(step)] == [14, 21, 35, 42, 56, 63, 70]
+    interval.begin(25)  # resumed there
+    assert [step for step in range(26, 45) if interval.is_due(step)] == [30, 40]
 
 
 def test_a_tracker_that_goes_away_ends_no_training(capfd: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +163,7 @@ def test_a_tracker_that_never_ends_holds_no_job(
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_S", 0.05)
     tracker, released = Remembering(), threading.Event()
-    monkeypatch.setattr(tracker, "_close", released.wait)
+    monkeypatch.setattr(tracker, "_close", lambda outcome: released.wait())
     assert fit(tracker).step == NUM_STEPS
     released.set()
     assert "left out from here on: TimeoutError" in capfd.readouterr().err
@@ -214,3 +258,7 @@ def test_mlflow_has_every_reported_step(tmp_path: Path, monkeypatch: pytest.Monk
     ]  # in the order in which its threads wrote them
     assert run.data.params["strategy"] == "single"
     assert run.info.status == "FINISHED"
+    with pytest.raises(ValueError, match="a bug"):
+        fit(MLflow((tmp_path / "store").as_uri(), every_steps=2), more=[Stopping(ValueError("a bug"))])
+    states = {each.info.status for each in client.search_runs([run.info.experiment_id])}
+    assert states == {"FINISHED", "FAILED"}

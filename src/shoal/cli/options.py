@@ -209,6 +209,11 @@ _PARALLEL: dict[str, tuple[str, str, str | bool]] = {
         "With tp: norms and dropout between the layers that are cut run on a part of the sequence each.",
         True,
     ),
+    "accumulate": (
+        "K",
+        "Run each worker's slice of a batch in K parts and add their gradients up, where the script does not say: less memory, the same result.",
+        "1",
+    ),
     "checkpoint_activations": (
         "",
         "Keep only the inputs of the model's blocks, and run them again within backward: less memory, more time.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         Prediction,
         Workload,
     )
-    from shoal.observe.planner.measuring import MeasuredRun, ScriptRuns
+    from shoal.observe.planner.measuring import Calibration, ScriptRuns
     from shoal.observe.planner.plan_file import PlanFile
 
 EXAMPLES = (
@@ -44,6 +45,9 @@ TRY, SECONDS, LINK_SECONDS = 3, 4.0, 2.9
 AUTO_SECONDS = 2.0
 CLEARLY = 0.85
 """Of the time of ddp, which auto measures: it takes another strategy where less was predicted. More is within a prediction's error."""
+
+MORE_TRIES = 2
+"""Runs beyond --try, where what was tried makes another way of its kind the best."""
 
 SHOWN = 12
 MAX_CALIBRATED = 8
@@ -368,7 +372,7 @@ class _Planner:
         """Predicted for this machine, and measured."""
 
         self._preferred: Prediction | None = None
-        self.calibrated: tuple[MeasuredRun, MeasuredRun, MeasuredRun | None]
+        self.calibrated: Calibration
         self.workload: Workload
         self.predictions: list[Prediction]
         self.dropped: list[Dropped]
@@ -377,6 +381,7 @@ class _Planner:
         """Links, then the script; without `link_seconds`, links as they were never measured."""
         from shoal.cli.bench.command import measure_links
         from shoal.observe.planner import measuring
+        from shoal.observe.planner.cost_model import PlanCandidate
 
         num = self.asked.num_calibrated
         if num > 1 and link_seconds:
@@ -386,10 +391,12 @@ class _Planner:
                 self.cluster, codec_s_per_byte=measuring.codecs_of(codecs, self.cluster, num)
             )
         self.cluster = replace(self.cluster, copy_bytes_per_s=measuring.copy_bytes_per_s())
-        self.calibrated = measuring.calibrate(self.runs, num)
-        self.workload = measuring.workload_of(*self.calibrated, self.cluster)
+        self.calibrated = measuring.calibrate(self.runs, num, with_parts=bool(link_seconds))
+        self.workload = measuring.workload_of(self.calibrated, self.cluster)
         if self.asked.is_here:
-            self.measured[measuring.SINGLE] = self.calibrated[0].step_s
+            self.measured[measuring.SINGLE] = self.calibrated.alone.step_s
+            if self.calibrated.several is not None:
+                self.measured[PlanCandidate(workers=num, strategy="ddp")] = self.calibrated.several.step_s
 
     def predict(self, counts: Sequence[int] | None, *, plain: bool = False) -> None:
         """`plain`: neither exchanges nor compressors by name."""
@@ -400,18 +407,35 @@ class _Planner:
                 if not plain or (each.exchange == "auto" and each.is_exact):
                     yield each
 
+        if not plain:
+            self._run_dry(wanted())
         self.predictions, self.dropped = cost_model.sift(wanted(), self.workload, self.cluster)
         if not self.allowed():
             reasons = "; ".join(dict.fromkeys(each.reason for each in self.dropped[:3]))
             raise ConfigError(f"nothing that was looked at can run: {reasons}. No plan was written.")
 
+    def _run_dry(self, candidates: Iterator[PlanCandidate]) -> None:
+        """Memory by a dry run of the step, where it decides; a model that shapes alone do not run is planned by its layers."""
+        from shoal.observe.planner.measuring import dry_runs_of, dry_runs_wanted
+
+        wanted = dry_runs_wanted(candidates, self.workload, self.cluster)
+        if not wanted:
+            return
+        try:
+            told = _dry_runs(self.runs, wanted)
+            self.workload = replace(self.workload, dry_runs=dry_runs_of(told))
+            self.runs.say(f"memory of {len(told)} ways to cut a step, by dry runs without peers")
+        except (ValueError, ClusterError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            self.runs.say(f"note: memory is by the shapes of layers: a step cannot be run dry: {reason}")
+
     def allowed(self) -> list[Prediction]:
-        """Those that may be chosen, the best first; measured ones as they were measured."""
-        from shoal.observe.planner.cost_model import value_of
+        """Those that may be chosen, the best first; measured ones as they were measured, others by what was measured of their kind."""
+        from shoal.observe.planner.cost_model import learned, value_of
 
         able = [
-            each.corrected(self.measured[each.candidate]) if each.candidate in self.measured else each
-            for each in self.predictions
+            each
+            for each in learned(self.predictions, self.measured)
             if self.inexact or each.candidate.is_exact
         ]
         return sorted(able, key=lambda each: value_of(each, self.objective))
@@ -419,7 +443,6 @@ class _Planner:
     def try_best(self, tries: int) -> None:
         """Really run the best of each family, as many as asked; where the cluster is elsewhere, those that fit here."""
         from shoal.observe.planner import cost_model
-        from shoal.observe.planner.measuring import again
 
         shape, able = self.cluster, self.allowed()
         if not self.asked.is_here:
@@ -430,15 +453,26 @@ class _Planner:
             )
             able = [each for each in able if self.inexact or each.candidate.is_exact]
         able = [each for each in able if each.candidate not in self.measured]
-        for number, each in enumerate(_of_different_kind(able)[:tries]):
-            try:
-                took_s = again(self.runs, f"try-{number}", each.candidate).step_s
-            except ClusterError as error:
-                self._drop(each, str(error).strip().splitlines()[-1])
-                continue
-            self.trials.append((each, took_s))
-            if self.asked.is_here:
-                self.measured[each.candidate] = took_s
+        for each in _of_different_kind(able)[:tries]:
+            self._try(each)
+        # A kind that was measured may now promise more by another of its ways.
+        for _ in range(MORE_TRIES if tries and self.asked.is_here else 0):
+            best = self.allowed()[0]
+            if best.candidate in self.measured:
+                break
+            self._try(best)
+
+    def _try(self, each: Prediction) -> None:
+        from shoal.observe.planner.measuring import again
+
+        try:
+            took_s = again(self.runs, f"try-{len(self.trials)}", each.candidate).step_s
+        except ClusterError as error:
+            self._drop(each, str(error).strip().splitlines()[-1])
+            return
+        self.trials.append((each, took_s))
+        if self.asked.is_here:
+            self.measured[each.candidate] = took_s
 
     def _drop(self, failed: Prediction, reason: str) -> None:
         from shoal.observe.planner.cost_model import Dropped
@@ -489,7 +523,7 @@ class _Planner:
             chosen=self.chosen,
             why=self.why(),
             stops=self.stops(),
-            model=self.calibrated[0].graph.get("model", {}),
+            model=self.calibrated.alone.graph.get("model", {}),
             objective=self.objective,
             predictions=self.predictions,
             dropped=self.dropped,
@@ -497,6 +531,30 @@ class _Planner:
             workload=self.workload,
             cluster=self.cluster,
         )
+
+
+def _dry_runs(runs: ScriptRuns, wanted: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """One step of the script by one worker, and what it tells of its memory on others."""
+    from shoal.cli.verify import temporary_job
+    from shoal.cluster.launch.api import launch
+    from shoal.config.job import VerifyPlan
+    from shoal.observe.runs import read_json
+
+    errors = io.BytesIO()
+    with temporary_job(script=runs.script, args=runs.args, workers=1, strategy="single", seed=0) as (
+        config,
+        warm,
+    ):
+        dump = Path(config.run_dir) / "dump"
+        plan = VerifyPlan(dtype="float32", num_steps=1, dump_to=str(dump), dry_runs=tuple(wanted))
+        result = launch(
+            replace(config, name="dry", verify=plan), warm=warm, stdout=io.BytesIO(), stderr=errors
+        )
+        if result.exit_code:
+            raise ClusterError(
+                f"its run failed. Its last lines:\n{errors.getvalue().decode(errors='replace')[-2000:]}"
+            )
+        return list(read_json(dump / "report.json").get("dry_runs", ()))
 
 
 def _of_different_kind(able: Sequence[Prediction]) -> list[Prediction]:

@@ -43,6 +43,9 @@ class VerifyPlan:
     at_rest: tuple[str, ...] = ()
     """Modules that stay in evaluation mode: those whose result depends on how a batch is cut."""
 
+    dry_runs: tuple[tuple[int, int], ...] = ()
+    """For `shoal plan`, in one process: ranks that share a batch and shards of fsdp, whose memory report.json is to tell."""
+
     stands_for: int = 1
     """In one process: of how many workers it is the reference. What they are given each, it is given for all of them."""
 

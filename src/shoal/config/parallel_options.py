@@ -28,7 +28,7 @@ from shoal.config.choices import (
 from shoal.config.strategy import Axes
 from shoal.errors import ConfigError
 
-KEPT = ("shard", "device", "soft_placement")
+KEPT = ("shard", "device", "soft_placement", "accumulate")
 """Options kept when a run is resumed under another strategy; the others belong to the strategy it had."""
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -37,7 +37,7 @@ MAX_SYNC_EVERY = 1_000_000
 """Beyond it the workers never sync within any run, and a number is a slip of the hand."""
 
 MAX_EVERY = 4096
-"""Steps of --push-every and --pull-every. Beyond it a worker trains alone, and a number is a slip of the hand."""
+"""Steps of --push-every and --pull-every, parts of --accumulate. Beyond it a worker trains alone, and a number is a slip of the hand."""
 
 MIN_ROW_CACHE, MAX_ROW_CACHE = 8, 1 << 30
 
@@ -84,6 +84,9 @@ class ParallelOptions:
 
     sequence_parallel: bool = False
     """With tp: activations between the layers that are cut hold a part of the sequence."""
+
+    accumulate: int | None = None
+    """Parts in which a worker runs its slice of a batch, where the script does not say. None: 1."""
 
     checkpoint_activations: bool = False
     """Blocks of the model keep their inputs only, and run again within backward: less memory, more time."""
@@ -197,6 +200,10 @@ def check(options: ParallelOptions, *, strategy: str, num_workers: int, num_host
     _check_table_memory(options, strategy)
     _check_server_device(options, strategy, num_hosts)
     _check_snapshots(options, strategy)
+    if options.accumulate is not None and not 1 <= options.accumulate <= MAX_EVERY:
+        raise ConfigError(
+            f"--accumulate {options.accumulate} is no number of parts of a slice: give one from 1 to {MAX_EVERY}. Nothing was started."
+        )
     if options.shard is not None:
         is_relaxed = name.mode in ("ssp", "async")
         check_shard(options.shard, num_workers=num_workers, strategy=strategy, is_relaxed=is_relaxed)
@@ -505,8 +512,13 @@ def _check_local_sgd(options: ParallelOptions, strategy: str) -> None:
         )
 
 
-def refuse_own_loop(tasks: int) -> None:
-    """Refuse mapreduce for a loop of the script's own: its rounds are those of a fit."""
+def refuse_own_loop(tasks: int, accumulate: int | None = None) -> None:
+    """Refuse what only a fit can do: the rounds of mapreduce, slices in parts."""
+    if accumulate is not None:
+        raise ConfigError(
+            f"--accumulate {accumulate} has a fit run each slice in parts, and a loop of the script's own (shoal.setup) runs them itself. "
+            "Nothing was trained; accumulate in the loop, or use shoal.Trainer."
+        )
     if tasks:
         raise ConfigError(
             "--strategy mapreduce runs the rounds of a fit as tasks, and a loop of the script's own (shoal.setup) has none. Nothing was "

@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,13 @@ class Target:
         return value <= self.value if self.is_below else value >= self.value
 
 
+class MeasuredBandwidth(NamedTuple):
+    """What a link between processes of the run can move, and by what that was measured."""
+
+    bytes_per_s: float
+    measured_by: str
+
+
 def figures(
     record: RunRecord,
     *,
@@ -65,8 +72,9 @@ def figures(
     baseline: Mapping[str, Any] | None = None,
     target: Target | None = None,
     price: float | None = None,
+    bandwidth: MeasuredBandwidth | None = None,
 ) -> dict[str, Any]:
-    """All figures of a run. `price` is of one host for an hour."""
+    """All figures of a run. `price` is of one host for an hour; `bandwidth` of the link between its processes."""
     workers = records.loads(record)
     servers = {name: records.totals(lines) for name, lines in record.servers.items()}
     everybody = {name: records.totals(lines) for name, lines in record.activity.items()}
@@ -92,7 +100,8 @@ def figures(
         "time_by_worker": {name: _spent(each) for name, each in workers.items()},
         "stragglers": stragglers(workers),
         "exchange": _waiting(traces),
-        "nodes": {name: _node(each) for name, each in everybody.items()},
+        "nodes": {name: _node(each, bandwidth) for name, each in everybody.items()},
+        "bandwidth": bandwidth._asdict() if bandwidth is not None else None,
         "imbalance": _imbalances(workers, servers),
         "servers_load": {name: _server(record.servers[name], each) for name, each in servers.items()},
         "staleness": _staleness(record),
@@ -279,10 +288,13 @@ def _waiting(traces: Sequence[Trace]) -> dict[str, Any] | None:
     }
 
 
-def _node(each: Totals) -> dict[str, Any]:
+def _node(each: Totals, bandwidth: MeasuredBandwidth | None) -> dict[str, Any]:
+    moved = max(each.sent_bytes, each.received_bytes) / each.whole_s if each.whole_s else 0.0
     return {
         "sent_bytes": each.sent_bytes,
         "received_bytes": each.received_bytes,
+        "bytes_per_s": round(moved),
+        "share_of_bandwidth": round(moved / bandwidth.bytes_per_s, 6) if bandwidth is not None else None,
         "waited_s": round(each.communication_s, 3),
         "cpu_s": round(each.cpu_s, 3),
         "peak_bytes": each.peak_bytes,

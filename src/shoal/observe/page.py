@@ -437,6 +437,8 @@ def _nodes(figures: Mapping[str, Any]) -> str:
             name,
             in_bytes(each["sent_bytes"]),
             in_bytes(each["received_bytes"]),
+            f"{in_bytes(each['bytes_per_s'])}/s" if each["bytes_per_s"] else "–",
+            f"{each['share_of_bandwidth']:.2%}" if each["share_of_bandwidth"] else "–",
             _seconds(each["waited_s"]),
             _seconds(each["cpu_s"]),
             in_bytes(each["peak_bytes"]),
@@ -445,7 +447,25 @@ def _nodes(figures: Mapping[str, Any]) -> str:
     ]
     said = "; ".join(f"{name} {value:.2f}" for name, value in figures["imbalance"].items())
     note = f"<p class=dim>Imbalance, largest over mean: {_safe(said)}.</p>" if said else ""
-    return _table(["process", "sent", "received", "waiting", "processor time", "peak memory"], rows) + note
+    link = figures["bandwidth"]
+    if link is not None:
+        note += f"<p class=dim>Of the link: {_safe(in_bytes(link['bytes_per_s']))}/s, {_safe(link['measured_by'])}.</p>"
+    return (
+        _table(
+            [
+                "process",
+                "sent",
+                "received",
+                "rate",
+                "of the link",
+                "waiting",
+                "processor time",
+                "peak memory",
+            ],
+            rows,
+        )
+        + note
+    )
 
 
 def _faults(figures: Mapping[str, Any]) -> str:

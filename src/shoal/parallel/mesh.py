@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.torch_version import TorchVersion
 
 from shoal.cluster.worker import session
+from shoal.collectives import torch_waits
 from shoal.config import strategy as strategies
 from shoal.config.choices import SCHEDULES
 from shoal.config.job import Job
@@ -113,6 +114,7 @@ class MeshParallel(Ddp):
     def prepare(self, job: TrainJob) -> None:
         """Check that all ranks built the same model, give everybody rank 0's weights, then cut it."""
         self._job = job
+        torch_waits.record()
         if self._axes.pp > 1:
             pipeline_stage.refuse_old_torch()
         if job.build_optimizer is not None:

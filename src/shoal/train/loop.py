@@ -141,6 +141,9 @@ class FitLoop:
                 self._finish_epoch()  # resumed from a checkpoint of the very last step: what comes after it is left
             self._callbacks.call("on_fit_end", trainer)
             trainer.checkpoints.wait()
+        except BaseException as error:
+            self._callbacks.failed(trainer, error)
+            raise
         finally:
             trainer.checkpoints.abandon()
             PROFILER.finish()

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -187,7 +187,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         seed: int = 0,
         clip_norm: float | None = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         precision: str = "float32",
         compile: bool = False,
         checkpoint_activations: bool | Sequence[str] = False,
@@ -299,7 +299,8 @@ class Trainer:
             raise ConfigError(
                 f"scheduler must be a function of the optimizer, or a torch scheduler, got {scheduler!r}."
             )
-        check_limit("accumulate", accumulate or 0)
+        accumulate = (jobs.current().accumulate or 1) if accumulate is None else accumulate
+        check_limit("accumulate", accumulate)
         check_limit("snapshot_every", snapshot_every, least=0)
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, got {clip_norm!r}; leave it out for no clipping.")
@@ -765,10 +766,25 @@ class Trainer:
             self._prepare_model(strategy, model)
             file.settle(model)
 
+    def _plan_dry_runs(self, verification: Verification, model: nn.Module) -> None:
+        from shoal.train.dry_run import DryRuns  # brings torch's tools for tracking memory
+
+        runs = DryRuns(model, verification.plan.dry_runs)
+
+        def run(strategy: Strategy) -> list[dict[str, Any]]:
+            assert self.at_hand is not None
+            # In the script's own precision, which the step of a verification is not.
+            job = replace(self.train_job, autocast=self.config.step["autocast"])
+            return runs.run(job, self.at_hand, strategy.optimizer)
+
+        verification.dry_run = run
+
     def _prepare_model(self, strategy: Strategy, model: nn.Module) -> None:
         config = self.config
         settings = dict(config.step)
         if self.verification is not None:
+            if self.verification.plan.dry_runs:
+                self._plan_dry_runs(self.verification, model)
             self.verification.cast(model)
             settings |= {"autocast": None, "compile": False, "cast_inputs": self.verification.dtype}
             settings["checks_every_loss"] = self.verification.checks_every_loss

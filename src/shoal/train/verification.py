@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -37,6 +38,8 @@ class Verification:
         self._losses: list[float] = []
         self._mixing: list[MixingLayer] = []
         self._stop_watching: Callable[[], list[MixingLayer]] | None = None
+        self.dry_run: Callable[[Strategy], list[dict[str, Any]]] | None = None
+        """What `plan.dry_runs` asks for; run after the last step."""
 
     def cast(self, model: nn.Module) -> None:
         """Bring the model to the plan's precision, and watch its first forward for randomness."""
@@ -94,6 +97,7 @@ class Verification:
                 "steps": len(self._losses),
                 "own_loop": self._is_own_loop,
                 "micro_batches": getattr(strategy, "num_micro", None),
+                "dry_runs": self.dry_run(strategy) if self.dry_run is not None else [],
             }
             (directory / "report.json").write_text(json.dumps(report))
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shoal.cli.inspect.status import finite
 from shoal.cli.options import AsJson, RunDir, complete_run
+
+if TYPE_CHECKING:
+    from shoal.observe.figures import MeasuredBandwidth
+    from shoal.observe.record import RunRecord
 
 EXAMPLES = (
     "\b\n"
@@ -82,8 +86,13 @@ def report(
     record = records.read(path, metric=wanted.name if wanted and wanted.name != "loss" else None)
     compared = _baseline(record, measure_s=baseline_seconds if baseline else None)
     traces, problems = records.read_traces(path, record.activity)
-    found = figures(record, traces=traces, baseline=compared, target=wanted, price=price)
+    link = _bandwidth(record)
+    found = figures(record, traces=traces, baseline=compared, target=wanted, price=price, bandwidth=link)
     found["missing"] += problems
+    if link is None:
+        found["missing"].append(
+            "the share of the bandwidth between hosts is not known: a report measures links within a host alone."
+        )
     if as_json:
         typer.echo(json.dumps(finite(found), indent=2))
         return
@@ -159,3 +168,23 @@ def _baseline(record: Any, *, measure_s: float | None) -> dict[str, Any] | None:
         run_dir=record.path.parent,
         keeps_former=True,
     ).run(seconds=measure_s)
+
+
+def _bandwidth(record: RunRecord) -> MeasuredBandwidth | None:
+    """Of a link within this host: by `shoal bench exchange`, else by copies in memory made now. None for a run over hosts."""
+    from shoal.config import exchange_rule
+    from shoal.observe.figures import MeasuredBandwidth
+    from shoal.observe.planner.measuring import copy_bytes_per_s
+
+    if len(record.config.get("hosts") or ()) > 1:
+        return None
+    workers = int(record.config.get("workers") or 1)
+    by_size = exchange_rule.read(exchange_rule.path()).get(workers, {})
+    if by_size and not record.config.get("servers"):
+        size = max(by_size)
+        name, took_s = min(by_size[size].items(), key=lambda item: item[1])
+        each = 2 * (workers - 1) / workers * size
+        return MeasuredBandwidth(
+            each / took_s, f"a sum of {size >> 20} MiB by {name}, as `shoal bench exchange` measured it"
+        )
+    return MeasuredBandwidth(copy_bytes_per_s(), "copies in this host's memory, measured now")

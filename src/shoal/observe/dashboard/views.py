@@ -6,6 +6,7 @@ missing or of an older run leaves its part of a page empty, with no value made u
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -92,11 +93,27 @@ def progress(feed: RunFeed) -> Values:
         "samples": feed.summary.get("samples"),
         "samples_per_s": feed.summary.get("samples_per_s") or _recent(rate, "rate"),
         "eta_s": eta_s,
-        "seconds": (feed.summary.get("ended") or time.time()) - feed.config["started"]
-        if isinstance(feed.config.get("started"), float)
-        and (feed.summary.get("ended") or feed.state is runs.RunState.ALIVE)
-        else None,
+        "seconds": _seconds(feed),
     }
+
+
+def _seconds(feed: RunFeed) -> float | None:
+    """How long it ran, over all launches; the time between them left out."""
+    started, ended = feed.config.get("started"), feed.summary.get("ended")
+    if not _is_number(ended):
+        ended = time.time() if feed.state is runs.RunState.ALIVE else None
+    if not _is_number(started) or ended is None:
+        return None
+    seen = [each for each in feed.events if _is_number(each.get("time"))]
+    down = 0.0
+    for before, after in itertools.pairwise(seen):
+        if before.get("event") == "job-ended":
+            down += after["time"] - before["time"]
+        elif before["time"] < started <= after["time"]:  # the launch before was killed, and told no end
+            signs = (line["at"] for lines in feed.activity.values() for line in lines if line["at"] < started)
+            down += started - max([before["time"], *signs])
+    began = min([started, *(each["time"] for each in seen[:1])])
+    return max(0.0, float(ended - began - max(0.0, down)))
 
 
 def _epoch(feed: RunFeed) -> int | None:
@@ -451,8 +468,17 @@ def faults(feed: RunFeed) -> list[Values]:
     """Deaths and what was done about each: signal, step, time until a replacement was there and at work."""
     found: list[Values] = []
     open_by: dict[str, Values] = {}
+    is_leaving = has_failed = False
     for event in feed.events:
         kind, name = str(event.get("event")), _process_of(event)
+        if kind in ("job-ended", "coordinator-started"):
+            is_leaving = has_failed = False
+        elif kind == "asked-to-leave":
+            is_leaving = True
+        elif kind == "worker-failed":
+            has_failed = True
+        if is_leaving or (has_failed and name and not name.startswith("worker-")):
+            continue  # sent away: by the user, or because the script had failed
         if kind.endswith("-exited") and name and event.get("code") != 0:
             fault = _fault(feed, event, name, _signal(event.get("code")))
             found.append(fault)

@@ -27,6 +27,9 @@ TERMS = ("compute", "communication", "bubble", "server", "apply", "read", "other
 BACKWARD_SHARE = 2 / 3
 """Of compute: a backward is two matrix products for each of a forward's. Sums of gradients hide behind it."""
 
+GATHERS_HIDE = 0.5
+"""Of what a sum of gradients hides behind backward: a unit's forward waits for its own gather."""
+
 STATE_COPIES = 4
 """Copies of the parameters that a worker holds with Adam: weights, gradients, two moments. Fewer with others: an upper bound."""
 
@@ -36,11 +39,18 @@ MICRO_BATCHES_PER_STAGE = 2
 BUBBLE_LEFT = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero-bubble": 0.25}
 """Of the bubble of 1f1b: what a schedule leaves."""
 
+DTENSOR_APPLY_S, FSDP_COPIES_S = 0.5e-3, 0.2e-3
+"""Of each parameter by name: what torch's dispatch of an optimizer's dozen operations on a DTensor takes on a CPU (0.35 to 0.6 ms with Adam
+on two machines), and the copies around a gather."""
+
+ASYNC_WAITS = 0.5
+"""Of a server's time for a push: what its worker waits for it, where nobody else waits."""
+
+NEAR_FULL = 0.5
+"""Of the memory that there is: from here on shapes are too coarse, and a step is run dry."""
+
 UNIT_BYTES = 1 << 20
 """Parameters from which on fsdp gathers a layer on its own, as `shoal.parallel.fsdp` does."""
-
-SERVER_CORES = 0.5
-"""Cores that a server takes from the workers of its host, as `shoal.cluster.launch.threads` counts it."""
 
 PAYS_FROM = 0.5
 """A further worker pays where it adds at least this share of what one alone trains."""
@@ -50,6 +60,10 @@ BEYOND_IDEAL = 1.3
 
 MANY_WORKERS = 16
 """Of a host: beyond it only powers of two are looked at, and all of them together."""
+
+SSP_BOUNDS = (2, 8)
+SYNC_EVERY = (8, 64)
+"""Of ps:ssp=K and --sync-every K: a near one and a far one; what lies between is between them."""
 
 CUT_BY_TP = ("Linear",)
 ROW_LAYERS = ("Embedding", "EmbeddingBag", "HashEmbedding")
@@ -86,6 +100,23 @@ class ModelLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """Memory of one rank in a step that ran on shapes alone, over a group without peers."""
+
+    ranks: int
+    """Ranks that share a batch."""
+
+    shards: int
+    """Of fsdp."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int
+    """Parameters, gradients, activations and what lives for a moment; without the optimizer's state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A script as it was measured. Seconds are of one step."""
 
@@ -96,13 +127,22 @@ class Workload:
     """Terms of a step of one worker with all cores of this machine: nothing is predicted of it."""
 
     compute_s: float
-    """Forward and backward of a whole batch, with `threads`."""
+    """Forward and backward of a whole batch by one worker with `threads`, while no other computes."""
 
     fixed_s: float = 0.0
-    """The part of it that a smaller slice does not make shorter."""
+    """The part of it that a smaller slice does not make shorter: each micro-batch pays it."""
+
+    crowding: float = 1.0
+    """Compute of a slice while `crowd` workers compute, against one alone: they share caches and memory."""
+
+    crowd: int = 1
+    """Workers of the calibration."""
 
     apply_s: float = 0.0
-    """The optimizer, over all parameters."""
+    """The optimizer over all parameters, with gradients that several workers summed."""
+
+    apply_alone_s: float = 0.0
+    """The same with gradients as one backward leaves them: rows that occur twice are added up first."""
 
     read_s: float = 0.0
     """Waiting for a batch."""
@@ -122,6 +162,9 @@ class Workload:
     waiting_s: float = 0.0
     """What workers of one step wait for each other beyond the sum itself, as two workers showed."""
 
+    num_tensors: int = 0
+    """Parameters by name, where they are known."""
+
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     """Of dense gradients, as they are summed."""
@@ -138,6 +181,12 @@ class Workload:
     peak_bytes: int = 0
     """Memory of one worker at its peak."""
 
+    dry_runs: tuple[DryRun, ...] = ()
+    """Memory of a step by ranks that share a batch and shards of fsdp; without one, memory is by shapes."""
+
+    def dry_run(self, num_ranks: int, num_shards: int) -> DryRun | None:
+        return next((e for e in self.dry_runs if (e.ranks, e.shards) == (num_ranks, num_shards)), None)
+
     @property
     def activation_bytes(self) -> int:
         return sum(layer.output_bytes for layer in self.layers)
@@ -145,6 +194,8 @@ class Workload:
     @property
     def base_bytes(self) -> int:
         """Memory that no strategy divides: the interpreter, torch, the script's data."""
+        if (alone := self.dry_run(1, 1)) is not None:
+            return max(0, self.peak_bytes - alone.peak_bytes - alone.optimizer_bytes)
         return max(0, self.peak_bytes - STATE_COPIES * self.parameter_bytes - self.activation_bytes)
 
 
@@ -216,6 +267,7 @@ class PlanCandidate:
     exchange: str = "auto"
     compress: str = "none"
     schedule: str = DEFAULT_SCHEDULE
+    sync_every: int | None = None
 
     @property
     def name(self) -> str:
@@ -225,12 +277,16 @@ class PlanCandidate:
 
     @property
     def options(self) -> ParallelOptions:
-        return ParallelOptions(exchange=self.exchange, compress=self.compress, schedule=self.schedule)
+        return ParallelOptions(
+            exchange=self.exchange, compress=self.compress, schedule=self.schedule, sync_every=self.sync_every
+        )
 
     @property
     def is_exact(self) -> bool:
         """Whether it computes what one process does."""
-        return strategies.parse(self.strategy).is_exact and self.compress == "none"
+        return (
+            strategies.parse(self.strategy).is_exact and self.compress == "none" and self.sync_every is None
+        )
 
     @property
     def axes(self) -> Axes:
@@ -241,11 +297,18 @@ class PlanCandidate:
 
     @property
     def family(self) -> str:
-        """ "single", "ddp", "ps", or the axes of a mesh by their names: "fsdp", "dp,tp"."""
+        """ "single", "ddp", "ps", "ps:async", "local sgd", or the axes of a mesh by their names: "fsdp", "dp,tp"."""
         parsed = strategies.parse(self.strategy)
+        if self.sync_every is not None:
+            return "local sgd"
         if parsed.base != "mesh":
-            return parsed.base
+            return parsed.base if parsed.is_exact else f"{parsed.base}:{parsed.mode}"
         return ",".join(part.partition("=")[0] for part in str(self.axes).split(","))
+
+    @property
+    def mechanism(self) -> str:
+        """The family without its replicas: ways that a measurement of one of them tells something of."""
+        return ",".join(name for name in self.family.split(",") if name != "dp")
 
     def flags(self) -> list[str]:
         """Options of `shoal run`."""
@@ -332,6 +395,7 @@ SUMS: dict[str, ExchangeCost] = {
 }
 """Without hierarchical, which is shm within a host and a ring between them."""
 
+BESIDE_BYTES = 256
 UNMEASURED = LinkSpeed(100e-6, 1e9)
 
 
@@ -384,6 +448,15 @@ def all_reduce_s(
     return cost.rounds(num_workers) * latency_s + max(moved, left)
 
 
+def gradient_sum_s(
+    name: str, num_bytes: float, num_workers: int, cluster: ClusterShape, *, hosts: int
+) -> float:
+    """A step's sum: its gradients, and beside them a few numbers (loss, counts, flags)."""
+    return sum(
+        all_reduce_s(name, each, num_workers, cluster, hosts=hosts) for each in (num_bytes, BESIDE_BYTES)
+    )
+
+
 def auto_exchange(num_workers: int, hosts: int) -> str:
     return exchange_rule.built_in(
         num_workers=num_workers, num_hosts=hosts, processor=exchange_rule.ORDERED[0]
@@ -434,10 +507,12 @@ def predict(candidate: PlanCandidate, workload: Workload, cluster: ClusterShape)
 def _terms(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> dict[str, float]:
     axes, terms = c.axes, dict.fromkeys(TERMS, 0.0)
     slow = _slowdown(c, w, cluster, hosts)
+    crowded = _crowding(c, w, hosts)
     share = 1 / axes.num_data_ranks  # of a batch
     cut = cut_share(w.layers, axes.tp)
     by_tp = 1 - cut + cut / axes.tp
-    fixed, sliding = w.fixed_s * slow, (w.compute_s - w.fixed_s) * share * by_tp * slow
+    fixed = w.fixed_s * slow * crowded
+    sliding = (w.compute_s - w.fixed_s) * share * by_tp * slow * crowded
     # A sum of ranks in a row waits for the slowest of them.
     imbalance = stage_imbalance(w.layers, axes.pp)
     num_micro = micro_batches(w, axes.pp)
@@ -447,14 +522,25 @@ def _terms(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> 
         terms["bubble"] = (axes.pp - 1) * micro_s * BUBBLE_LEFT[c.schedule]
     parts = axes.tp * axes.pp * axes.fsdp
     terms["apply"] = w.apply_s * slow / parts
+    if w.row_bytes and parts > 1:
+        terms["apply"] = w.apply_alone_s * slow  # rows are not cut: a worker has those of its whole slice
+    if axes.fsdp > 1 or axes.tp > 1:
+        terms["apply"] += w.num_tensors * DTENSOR_APPLY_S / cluster.speed
+    if axes.fsdp > 1:
+        terms["compute"] += w.num_tensors * FSDP_COPIES_S / cluster.speed
     terms["read"], terms["other"] = w.read_s * slow * share, w.other_s * slow
     if c.servers:
         _add_server_terms(terms, c, w, cluster, hosts, slow)
         return terms
     hidden_s = BACKWARD_SHARE * terms["compute"]
+    if c.sync_every is not None:
+        # Nothing hides behind a backward: whole models are averaged between steps.
+        met_s = all_reduce_s("auto", w.parameter_bytes, c.workers, cluster, hosts=hosts) + w.waiting_s
+        terms["communication"] = met_s / c.sync_every
+        return terms
     terms["communication"] = (
         _exposed(_gradients_s(c, w, cluster, hosts), w.overlap, hidden_s)
-        + _exposed(_gathers_s(axes, w, cluster, hosts), w.overlap, hidden_s)
+        + _exposed(_gathers_s(axes, w, cluster, hosts), GATHERS_HIDE * w.overlap, hidden_s)
         + _activations_s(axes, w, cluster, num_micro, share)
         + _rows_s(w, axes, cluster)
         + w.waiting_s
@@ -468,8 +554,19 @@ def _slowdown(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) 
     each = -(-c.workers // hosts)
     servers = -(-c.servers // hosts)
     threads = max(1, (cluster.cores - servers // 2) // each)
-    crowded = max(1.0, (each * threads + SERVER_CORES * servers) / cluster.cores)
-    return math.pow(w.threads / threads, w.thread_gain) * crowded / cluster.speed
+    # Servers work while their workers wait for them, so they take no core from these.
+    turns = max(1.0, each * threads / cluster.cores)
+    return math.pow(w.threads / threads, w.thread_gain) * turns / cluster.speed
+
+
+def _crowding(c: PlanCandidate, w: Workload, hosts: int) -> float:
+    """Of compute, by the other workers of a host: by how many of them compute at once."""
+    if w.crowd == 1:
+        return 1.0
+    others = -(-c.workers // hosts) - 1
+    axes, num_micro = c.axes, micro_batches(w, c.axes.pp)
+    busy = num_micro / (num_micro + (axes.pp - 1) * BUBBLE_LEFT[c.schedule])
+    return math.pow(w.crowding, busy * others / (w.crowd - 1))
 
 
 def _exposed(took_s: float, overlap: float, hidden_s: float) -> float:
@@ -482,7 +579,7 @@ def _gradients_s(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: in
     num_bytes = w.gradient_bytes / (axes.fsdp * axes.tp * axes.pp)
     if c.family == "ddp":
         sent = compressed(c.compress, num_bytes, c.workers, w.layers)
-        return all_reduce_s(c.exchange, sent, c.workers, cluster, hosts=hosts)
+        return gradient_sum_s(c.exchange, sent, c.workers, cluster, hosts=hosts)
     # Replicas of a mesh are the outer axis: they are on different hosts as soon as there are several.
     span = min(hosts, axes.dp)
     return all_reduce_s(
@@ -554,16 +651,31 @@ def _add_server_terms(
         link_s = max(1, on_one) / c.servers * far * moved / cluster.between.bytes_per_s
         link_s += 2 * cluster.between.latency_s
     replicas = 2 if c.servers > 1 else 1
+    parsed = strategies.parse(c.strategy)
+    if parsed.mode == "hybrid":
+        # Dense gradients are summed between the workers; rows alone are the servers'.
+        row_share = rows / (w.gradient_bytes + rows)
+        moved, copies_s, link_s = moved * row_share, copies_s * row_share, link_s * row_share
+        dense_s = all_reduce_s("auto", w.gradient_bytes, c.workers, cluster, hosts=hosts)
+        terms["communication"] = (
+            _exposed(dense_s, w.overlap, BACKWARD_SHARE * terms["compute"]) + copies_s + link_s + w.waiting_s
+        )
+        served_s = (c.workers * copies_s / 2 + w.apply_s * slow * replicas * row_share) / c.servers
+        terms["apply"] *= 1 - row_share
+        terms["server"] = max(0.0, served_s - terms["compute"])
+        return
     served_s = (c.workers * copies_s / 2 + w.apply_s * slow * replicas) / c.servers
     terms["apply"] = 0.0
-    if strategies.parse(c.strategy).is_exact:
+    if parsed.is_exact:
         terms["communication"] = copies_s + link_s + w.waiting_s
         terms["server"] = served_s
     else:
         # Nobody waits for anybody: each push is an update of a slice, so a batch takes as many of them as there are workers.
-        own_s = sum(terms.values()) + copies_s + link_s
+        own_s = sum(terms.values()) + copies_s + link_s + ASYNC_WAITS * served_s
         terms["communication"] = copies_s + link_s
-        terms["server"] = max(0.0, c.workers * served_s - own_s)
+        if parsed.bound is not None:  # ssp: the quickest waits for the slowest once it is so many steps ahead
+            terms["communication"] += w.waiting_s / (parsed.bound + 1)
+        terms["server"] = ASYNC_WAITS * served_s + max(0.0, c.workers * served_s - own_s)
 
 
 # ---- layers ---------------------------------------------------------------------------------------
@@ -606,9 +718,12 @@ def stage_imbalance(layers: Sequence[ModelLayer], num_stages: int) -> float:
 def memory_of(c: PlanCandidate, w: Workload) -> int:
     """Peak of one worker; of one worker alone, what was measured."""
     axes = c.axes
+    dry = w.dry_run(axes.num_data_ranks, axes.fsdp)
+    if dry is not None:
+        return round(w.base_bytes + max(_dry_bytes(c, dry), w.parameter_bytes))
     activations = w.activation_bytes / axes.num_data_ranks / axes.tp / axes.pp
     state = STATE_COPIES * w.parameter_bytes
-    if c.servers:
+    if c.servers and strategies.parse(c.strategy).mode != "hybrid":
         state = 2 * w.parameter_bytes
     elif c.family == "ddp" and c.workers > 1:
         state += w.gradient_bytes  # buckets
@@ -618,6 +733,32 @@ def memory_of(c: PlanCandidate, w: Workload) -> int:
             state += max((layer.parameter_bytes for layer in w.layers), default=0)
     # A script builds the whole model before it is cut.
     return round(w.base_bytes + max(state + activations, w.parameter_bytes))
+
+
+def _dry_bytes(c: PlanCandidate, dry: DryRun) -> float:
+    """What a candidate makes of a dry run: tp and pp divide it, servers hold the optimizer's state, ddp sums in buckets."""
+    if c.servers and strategies.parse(c.strategy).mode != "hybrid":
+        return dry.peak_bytes
+    buckets = dry.gradient_bytes if c.family == "ddp" and c.workers > 1 else 0
+    return (dry.peak_bytes + dry.optimizer_bytes + buckets) / (c.axes.tp * c.axes.pp)
+
+
+def asks_for_dry_run(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> bool:
+    """Whether memory decides of a candidate: by shapes it is near to what there is, or beyond."""
+    if (
+        not cluster.memory_bytes
+        or not w.layers
+        or refusal(c, w, replace(cluster, memory_bytes=0)) is not None
+    ):
+        return False
+    return _needed_bytes(c, w, cluster) > NEAR_FULL * cluster.memory_bytes
+
+
+def _needed_bytes(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> int:
+    """Of a device, or of all workers of a host."""
+    if cluster.is_device_memory:
+        return memory_of(c, w) - w.base_bytes  # the interpreter is in the host's memory
+    return memory_of(c, w) * -(-c.workers // cluster.hosts_of(c.workers))
 
 
 # ---- all candidates -------------------------------------------------------------------------------
@@ -655,8 +796,10 @@ def enumerate_candidates(
             for schedule in SCHEDULES if axes.pp > 1 else (DEFAULT_SCHEDULE,):
                 yield PlanCandidate(workers=workers, strategy=strategy, schedule=schedule)
         for servers in (1 << power for power in range(min(workers, 64).bit_length())):
-            for strategy in ("ps", "ps:async"):
+            for strategy in ("ps", "ps:async", *(f"ps:ssp={bound}" for bound in SSP_BOUNDS), "ps:hybrid"):
                 yield PlanCandidate(workers=workers, strategy=strategy, servers=servers)
+        for every in SYNC_EVERY:
+            yield PlanCandidate(workers=workers, strategy="ddp", sync_every=every)
 
 
 def _factorisations(workers: int) -> Iterator[Axes]:
@@ -689,17 +832,22 @@ def refusal(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> str | None:
         micro, slice_size = micro_batches(w, axes.pp), w.batch // axes.num_data_ranks
         if slice_size < micro:
             return f"a slice of {slice_size} samples cannot be cut into {micro} micro-batches"
+    if strategies.parse(c.strategy).mode == "hybrid" and not w.row_bytes:
+        return "ps:hybrid keeps rows of sparse gradients on servers, and this model has none"
     rows = [layer.name for layer in w.layers if layer.kind in ROW_LAYERS] if w.row_bytes else []
     if axes.fsdp > 1 and rows:
         return f"'{rows[0]}' has sparse gradients, and fsdp shards dense ones only"
     room = cluster.memory_bytes
     if room:
-        needed, each = memory_of(c, w), -(-c.workers // hosts)
-        if not cluster.is_device_memory:
-            needed *= each
+        needed, each = _needed_bytes(c, w, cluster), -(-c.workers // hosts)
         if needed > room:
             of = "a device" if cluster.is_device_memory else f"the {each} workers of a host"
-            return f"{of} would need {needed / 2**30:.1f} GiB, and there are {room / 2**30:.1f} GiB"
+            by = (
+                "a dry run of its step"
+                if w.dry_run(axes.num_data_ranks, axes.fsdp)
+                else "the shapes of its layers"
+            )
+            return f"{of} would need {needed / 2**30:.3g} GiB by {by}, and there are {room / 2**30:.3g} GiB"
     return None
 
 
@@ -715,6 +863,28 @@ def sift(
         else:
             dropped.append(Dropped(candidate, reason))
     return sorted(found, key=lambda each: (each.step_s, each.candidate.workers, each.candidate.name)), dropped
+
+
+def learned(predictions: Sequence[Prediction], measured: Mapping[PlanCandidate, float]) -> list[Prediction]:
+    """Predictions as measured where they were, and by what was measured of the same mechanism and as many workers, or others."""
+    ratios: dict[tuple[str, int], float] = {}
+    for each in predictions:
+        took_s = measured.get(each.candidate)
+        if took_s is not None and each.candidate.workers > 1:
+            key = each.candidate.mechanism, each.candidate.workers
+            ratios[key] = min(ratios.get(key, math.inf), took_s / each.step_s)
+    by_mechanism: dict[str, list[float]] = {}
+    for (mechanism, _), ratio in ratios.items():
+        by_mechanism.setdefault(mechanism, []).append(ratio)
+    found = []
+    for each in predictions:
+        c = each.candidate
+        others = by_mechanism.get(c.mechanism)
+        took_s = measured.get(c)
+        if took_s is None and others:
+            took_s = each.step_s * ratios.get((c.mechanism, c.workers), sum(others) / len(others))
+        found.append(each.corrected(took_s) if took_s is not None else each)
+    return found
 
 
 # ---- choosing -------------------------------------------------------------------------------------
@@ -795,9 +965,10 @@ def why(chosen: Prediction, predictions: Sequence[Prediction], workload: Workloa
     sizes = f"{workload.gradient_bytes / 1e6:.3g} MB of gradients"
     fact = {
         "ddp": f"{sizes} cost {_ms(terms['communication'])} of a step of {_ms(chosen.step_s)}, the rest is each worker's own",
+        "local sgd": f"workers train apart and average {workload.parameter_bytes / 1e6:.3g} MB every {c.sync_every} steps",
         "ps": f"servers take {_ms(terms['server'])} of a step of {_ms(chosen.step_s)} and hold the optimizer and its rows",
     }.get(
-        c.family,
+        "ps" if c.servers else c.family,
         f"each worker holds a part of the {workload.parameter_bytes / 1e6:.3g} MB of parameters, for {_ms(terms['communication'])} of "
         f"communication and {_ms(terms['bubble'])} of bubble in a step of {_ms(chosen.step_s)}",
     )

@@ -1,15 +1,16 @@
 """Measurements for a plan: short runs of the script with one worker and with several, read back from their directories.
 
-Each is a run of its own (`observe/trials.py`) in `<run-dir>/<script>-plan/`, where it can be looked at like any other. Three
-of them tell compute from its fixed part and from threads: one worker with all cores, one with a worker's share of them, and
-several workers under ddp.
+Each is a run of its own (`observe/trials.py`) in `<run-dir>/<script>-plan/`, where it can be looked at like any other. Four
+of them tell apart what threads, small slices and neighbours do to compute: one worker with all cores, one with a worker's
+share of them, the same with its batch in parts, and several workers under ddp.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,17 @@ from shoal.observe.planner.cost_model import (
     ROW_LAYERS,
     TERMS,
     ClusterShape,
+    DryRun,
     LinkSpeed,
     ModelLayer,
     PlanCandidate,
     Workload,
     all_reduce_s,
+    asks_for_dry_run,
     compressed,
     fitted,
+    gradient_sum_s,
+    sift,
 )
 from shoal.observe.trials import Trial
 
@@ -52,10 +57,16 @@ SPAN_TERM = {
     "read": "read",
 }
 MAX_OVERLAP = 0.95
+PARTS = 4
+"""Parts of a batch by which the cost of a forward and backward beside its samples is measured."""
+
 CODEC_BYTES = 4 << 20
 """Of the gradient by which compressors are measured."""
 
 COPIED_BYTES = 32 << 20
+MAX_DRY_RUNS = 16
+MAX_FIXED = 0.9
+"""Of compute: what a slice leaves is never nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,24 +137,39 @@ class ScriptRuns:
     seconds: float
     say: Callable[[str], None]
     is_module: bool = False
+    repeats: int = 1
+    """How often a run is measured again in which others had the processor; the quicker counts."""
+
     shares: list[float] = field(default_factory=list)
     """Of the processor, that the workers of each run had."""
 
-    def run(self, name: str, candidate: PlanCandidate, *, threads: int | None = None) -> MeasuredRun:
+    def run(
+        self, name: str, candidate: PlanCandidate, *, threads: int | None = None, parts: int | None = None
+    ) -> MeasuredRun:
+        """Run a candidate; `threads` of each worker at most, a worker's slice in so many parts."""
         began = time.monotonic()
+        in_parts = ("--accumulate", str(parts)) if parts is not None else ()
         trial = Trial(
             script=self.script,
             args=self.args,
             workers=candidate.workers,
-            options=(*candidate.flags()[2:], *(["-m"] if self.is_module else [])),
+            options=(*candidate.flags()[2:], *in_parts, *(["-m"] if self.is_module else [])),
             name=name,
             run_dir=self.folder,
             threads=threads,
         )
-        trial.run(seconds=self.seconds, min_steps=MIN_STEPS)
-        found = read_run(self.folder / name, is_synchronous=candidate.is_exact or not candidate.servers)
+        is_synchronous = candidate.is_exact or not (candidate.servers or candidate.sync_every)
+        found = None
+        for _ in range(1 + self.repeats):
+            trial.run(seconds=self.seconds, min_steps=MIN_STEPS)
+            again = read_run(self.folder / name, is_synchronous=is_synchronous)
+            found = again if found is None or again.step_s < found.step_s else found
+            if found.cpu_share >= STARVED:
+                break
+        assert found is not None
         self.shares.append(found.cpu_share)
         of_threads = f", {found.threads} thread{'s' if found.threads > 1 else ''} each"
+        of_threads += f", in {parts} parts" if parts is not None else ""
         self.say(
             f"measured {candidate.name} on {candidate.workers} worker{'s' if candidate.workers > 1 else ''}{of_threads}: "
             f"{found.step_s * 1e3:.3g} ms a step ({time.monotonic() - began:.0f} s)"
@@ -164,14 +190,36 @@ def disturbed(shares: Sequence[float]) -> str:
 SINGLE = PlanCandidate(workers=1, strategy="single")
 
 
-def calibrate(runs_: ScriptRuns, num_workers: int) -> tuple[MeasuredRun, MeasuredRun, MeasuredRun | None]:
-    """One worker, one with the threads that it has among several, and several under ddp (None for one)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """The runs by which a workload is known."""
+
+    alone: MeasuredRun
+    """One worker with all cores."""
+
+    narrow: MeasuredRun
+    """One worker with the threads that it has among several."""
+
+    in_parts: MeasuredRun | None = None
+    """The same, its batch in `PARTS`. None: not measured."""
+
+    several: MeasuredRun | None = None
+    """Several workers under ddp. None for one."""
+
+
+def calibrate(runs_: ScriptRuns, num_workers: int, *, with_parts: bool = True) -> Calibration:
     alone = runs_.run("n1", SINGLE)
     if num_workers == 1:
-        return alone, alone, None
+        return Calibration(alone=alone, narrow=alone)
     threads = threads_per_worker(num_workers, cores=available_cores(), env={})
     narrow = alone if threads >= alone.threads else again(runs_, "n1-narrow", SINGLE, threads=threads)
-    return alone, narrow, again(runs_, f"n{num_workers}", PlanCandidate(workers=num_workers, strategy="ddp"))
+    several = again(runs_, f"n{num_workers}", PlanCandidate(workers=num_workers, strategy="ddp"))
+    in_parts = None
+    if with_parts and alone.graph and alone.batch >= 2 * PARTS:
+        # A loop of the script's own, or a loss that does not recombine, cannot be run so, and is planned without it.
+        with contextlib.suppress(ClusterError):
+            in_parts = runs_.run("n1-parts", SINGLE, threads=threads, parts=PARTS)
+    return Calibration(alone=alone, narrow=narrow, in_parts=in_parts, several=several)
 
 
 def again(
@@ -196,10 +244,9 @@ def _last_lines(error: ClusterError) -> str:
     return str(error)[str(error).find("Its last lines:") :]
 
 
-def workload_of(
-    alone: MeasuredRun, narrow: MeasuredRun, several: MeasuredRun | None, cluster: ClusterShape
-) -> Workload:
+def workload_of(calibration: Calibration, cluster: ClusterShape) -> Workload:
     """The workload that explains the calibration: predicted again, it gives the same step."""
+    alone, narrow, several = calibration.alone, calibration.narrow, calibration.several
     layers = layers_of(alone.graph)
     parameter_bytes = sum(layer.parameter_bytes for layer in layers)
     base = Workload(
@@ -210,6 +257,7 @@ def workload_of(
         read_s=alone.terms["read"],
         other_s=alone.terms["other"],
         threads=alone.threads,
+        num_tensors=len(alone.graph.get("model") or ()),
         parameter_bytes=parameter_bytes,
         gradient_bytes=parameter_bytes,
         layers=layers,
@@ -219,9 +267,15 @@ def workload_of(
     if several is None:
         return base
     n, slice_s, whole_s = several.workers, several.terms["compute"], narrow.terms["compute"]
-    fixed_s = min(max((n * slice_s - whole_s) / (n - 1), 0.0), slice_s)
+    if calibration.in_parts is not None:
+        fixed_s = min(
+            max((calibration.in_parts.terms["compute"] - whole_s) / (PARTS - 1), 0.0), MAX_FIXED * whole_s
+        )
+    else:
+        # What neighbours cost is taken for it: too much for many small slices, and right for slices as large as these.
+        fixed_s = min(max((n * slice_s - whole_s) / (n - 1), 0.0), MAX_FIXED * whole_s)
     dense, rows = _told_apart(several.sent_bytes, layers, parameter_bytes)
-    sum_s = all_reduce_s("auto", dense, n, cluster, hosts=1) + all_reduce_s(
+    sum_s = gradient_sum_s("auto", dense, n, cluster, hosts=1) + all_reduce_s(
         "allgather", rows, n, cluster, hosts=1
     )
     exposed_s = several.terms["communication"]
@@ -230,9 +284,12 @@ def workload_of(
         gain = math.log(whole_s / alone.terms["compute"]) / math.log(alone.threads / narrow.threads)
     return replace(
         base,
-        compute_s=fixed_s + n * (slice_s - fixed_s),
+        compute_s=whole_s,
         fixed_s=fixed_s,
+        crowding=slice_s / (fixed_s + (whole_s - fixed_s) / n),
+        crowd=n,
         apply_s=several.terms["apply"],
+        apply_alone_s=narrow.terms["apply"],
         read_s=n * several.terms["read"],
         other_s=several.terms["other"],
         threads=several.threads,
@@ -273,6 +330,34 @@ def _features(kind: str, shape: str) -> int:
     sizes = shape.split("×")
     at = 1 if "Conv" in kind and len(sizes) > 2 else -1
     return int(sizes[at]) if sizes[at].isdecimal() else 0
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+def dry_runs_wanted(
+    candidates: Iterable[PlanCandidate], workload: Workload, cluster: ClusterShape
+) -> list[tuple[int, int]]:
+    """Ranks that share a batch and shards of fsdp, of the quickest candidates of which memory decides.
+
+    With (1, 1), which what was measured is compared with.
+    """
+    roomy = replace(cluster, memory_bytes=0)
+    quickest, _ = sift(iter(candidates), workload, roomy)
+    asked = [
+        (each.candidate.axes.num_data_ranks, each.candidate.axes.fsdp)
+        for each in quickest
+        if asks_for_dry_run(each.candidate, workload, cluster)
+    ]
+    return list(dict.fromkeys([(1, 1), *asked]))[:MAX_DRY_RUNS] if asked else []
+
+
+def dry_runs_of(told: Sequence[Mapping[str, Any]]) -> tuple[DryRun, ...]:
+    """From report.json; ValueError with the reason where the model could not be run dry."""
+    for each in told:
+        if "error" in each:
+            raise ValueError(str(each["error"]))
+    return tuple(DryRun(**each) for each in told)
 
 
 # ---- links ----------------------------------------------------------------------------------------

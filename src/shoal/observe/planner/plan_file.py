@@ -39,6 +39,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     exchange: str = "auto"
     compress: str = "none"
     schedule: str = "1f1b"
+    sync_every: int | None = None
     why: str = ""
     model: dict[str, list[int]] = {}
     """Shapes of its parameters by name; empty where they are not known."""
@@ -56,6 +57,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
             exchange=self.exchange,
             compress=self.compress,
             schedule=self.schedule,
+            sync_every=self.sync_every,
         )
 
     def options(self) -> dict[str, Any]:
@@ -71,6 +73,8 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
         }
         if self.servers:
             found["servers"] = str(self.servers)
+        if self.sync_every is not None:
+            found["sync_every"] = self.sync_every
         if self.hosts > 1:
             found["hosts"] = str(self.hosts)
         return found
@@ -148,6 +152,7 @@ def written(
         exchange=c.exchange,
         compress=c.compress,
         schedule=c.schedule,
+        sync_every=c.sync_every,
         why=why,
         model={str(name): list(shape) for name, shape in model.items()},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -102,6 +103,9 @@ class Callback:
     def on_fit_end(self, trainer: Trainer) -> None:
         """The fit came to its end; not called when an error ended it."""
 
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """An error or a signal (`shoal.errors.Interrupted`) ends the fit, and is raised again after this."""
+
     def on_checkpoint(self, trainer: Trainer, path: str) -> None:
         """A checkpoint that was wished for is written."""
 
@@ -172,6 +176,18 @@ class CallbackList:
             if before != after:
                 changed = [name for name, was, now in zip(_PARTS, before, after, strict=True) if was != now]
                 _refuse_changes(callback, hook, trainer, changed)
+
+    def failed(self, trainer: Trainer, error: BaseException) -> None:
+        """Tell of what ends the fit. What a hook raises is said, and does not hide it."""
+        for callback in self._here:
+            try:
+                callback.on_exception(trainer, error)
+            except Exception as another:
+                print(
+                    f"note: on_exception of {type(callback).__name__} failed: {type(another).__name__}: {another}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def weights_were_refreshed(self, trainer: Trainer) -> None:
         """shoal itself wrote into the model, while a callback runs."""

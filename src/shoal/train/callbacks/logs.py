@@ -152,6 +152,27 @@ def named_rates(rates: list[float]) -> dict[str, float]:
     return {f"lr_{group}": rate for group, rate in enumerate(rates)}
 
 
+class StepInterval:
+    """Whether a step is to be reported: the first at or after every multiple, because rounds of mapreduce end many steps at once."""
+
+    def __init__(self, callback: Callback, every_steps: int) -> None:
+        if not isinstance(every_steps, int) or every_steps < 1:
+            raise ConfigError(
+                f"{type(callback).__name__}'s every_steps must be a positive integer, got {every_steps!r}."
+            )
+        self._every, self._next = every_steps, every_steps
+
+    def begin(self, step: int) -> None:
+        """The next step to come is the one after `step`."""
+        self._next = step - step % self._every + self._every
+
+    def is_due(self, step: int) -> bool:
+        if step < self._next:
+            return False
+        self.begin(step)
+        return True
+
+
 class TensorBoard(Callback):
     """Writes what `tensorboard --logdir` shows: the loss and learning rates of steps, the metrics of epochs.
 
@@ -161,10 +182,8 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, every_steps: int = 1) -> None:
-        if not isinstance(every_steps, int) or every_steps < 1:
-            raise ConfigError(f"TensorBoard's every_steps must be a positive integer, got {every_steps!r}.")
+        self._interval = StepInterval(self, every_steps)
         self._directory = os.fspath(directory) if directory is not None else None
-        self._every_steps = every_steps
         self._writer: Any = None
 
     def on_fit_begin(self, trainer: Trainer) -> None:
@@ -179,9 +198,10 @@ class TensorBoard(Callback):
                     "trained; install it with `pip install tensorboard`, or use CSVLog or JSONLog."
                 ) from None
             self._writer = SummaryWriter(directory, purge_step=trainer.step + 1)
+        self._interval.begin(trainer.step)
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
-        if logs.step % self._every_steps == 0:
+        if self._interval.is_due(logs.step):
             self._write("step/loss", logs.loss, logs.step)
             if logs.grad_norm is not None:
                 self._write("step/grad_norm", logs.grad_norm, logs.step)
@@ -195,6 +215,10 @@ class TensorBoard(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._writer.close()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        if self._writer is not None:
+            self._writer.close()  # its last two minutes are in memory
 
     def _write(self, name: str, value: float, step: int) -> None:
         self._writer.add_scalar(name, value, step)

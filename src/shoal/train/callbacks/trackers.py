@@ -16,11 +16,12 @@ import os
 import sys
 import threading
 import time
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, Interrupted
 from shoal.train.callbacks.base import Callback, StepLogs
-from shoal.train.callbacks.logs import named_rates
+from shoal.train.callbacks.logs import StepInterval, named_rates
 
 if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
 
 CLOSE_S = 30.0
 """For a tracker to take what is left at the end of a fit. One that does not answer must not hold the job."""
+
+
+class FitOutcome(StrEnum):
+    """How a fit ended, as MLflow names it."""
+
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+    KILLED = "KILLED"  # by a signal: it may be resumed
 
 
 class Tracker(Callback, abc.ABC):
@@ -38,11 +47,7 @@ class Tracker(Callback, abc.ABC):
 
     def __init__(self, *, every_steps: int = 10) -> None:
         """`every_steps`: report every so many steps, and every epoch."""
-        if not isinstance(every_steps, int) or every_steps < 1:
-            raise ConfigError(
-                f"{type(self).__name__}'s every_steps must be a positive integer, got {every_steps!r}."
-            )
-        self._every_steps = every_steps
+        self._interval = StepInterval(self, every_steps)
         self._is_open = False
         self._known = ""  # the run at the tracker: a later fit goes on with it
         self._before: tuple[float, int] | None = None
@@ -56,8 +61,8 @@ class Tracker(Callback, abc.ABC):
         """Report finite numbers."""
 
     @abc.abstractmethod
-    def _close(self) -> None:
-        """See that all is there."""
+    def _close(self, outcome: FitOutcome) -> None:
+        """See that all is there, and say how it ended."""
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         if self._is_open:
@@ -96,9 +101,10 @@ class Tracker(Callback, abc.ABC):
             with contextlib.suppress(OSError):  # then a resumed run is another one there
                 note.write_text(opened, encoding="utf-8")
         self._is_open, self._known, self._before = True, opened, None
+        self._interval.begin(trainer.step)
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
-        if not self._is_open or logs.step % self._every_steps:
+        if not self._is_open or not self._interval.is_due(logs.step):
             return
         now, samples = time.monotonic(), trainer.progress.position.samples
         values = {"loss": logs.loss, **named_rates(trainer.learning_rates)}
@@ -114,10 +120,17 @@ class Tracker(Callback, abc.ABC):
             self._try({f"epoch/{name}": value for name, value in logs.items()}, trainer.step)
 
     def on_fit_end(self, trainer: Trainer) -> None:
+        self._end(FitOutcome.FINISHED)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        is_signal = isinstance(error, (Interrupted, KeyboardInterrupt))
+        self._end(FitOutcome.KILLED if is_signal else FitOutcome.FAILED)
+
+    def _end(self, outcome: FitOutcome) -> None:
         if self._is_open:
             self._is_open = False
             problems: list[Exception] = []
-            closing = threading.Thread(target=self._close_into, args=(problems,), daemon=True)
+            closing = threading.Thread(target=self._close_into, args=(outcome, problems), daemon=True)
             closing.start()
             closing.join(CLOSE_S)
             if closing.is_alive():
@@ -125,9 +138,9 @@ class Tracker(Callback, abc.ABC):
             if problems:
                 self._give_up(problems[0])
 
-    def _close_into(self, problems: list[Exception]) -> None:
+    def _close_into(self, outcome: FitOutcome, problems: list[Exception]) -> None:
         try:
-            self._close()
+            self._close(outcome)
         except Exception as error:
             problems.append(error)
 
@@ -178,6 +191,8 @@ class MLflow(Tracker):
             known = client.create_run(experiment, run_name=about["run"]).info.run_id
             for name, value in about.items():
                 client.log_param(known, name, value)
+        else:
+            client.update_run(known, status="RUNNING")
         self._run = known
         return known
 
@@ -189,9 +204,9 @@ class MLflow(Tracker):
         # In a thread of MLflow's: a slow server keeps no step.
         self._client.log_batch(self._run, metrics=metrics, synchronous=False)
 
-    def _close(self) -> None:
+    def _close(self, outcome: FitOutcome) -> None:
         self._client._tracking_client.store.flush_async_logging()
-        self._client.set_terminated(self._run)
+        self._client.set_terminated(self._run, status=outcome.value)
 
 
 class WandB(Tracker):
@@ -231,8 +246,8 @@ class WandB(Tracker):
     def _report(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
 
-    def _close(self) -> None:
-        self._run.finish()
+    def _close(self, outcome: FitOutcome) -> None:
+        self._run.finish(exit_code=int(outcome is not FitOutcome.FINISHED))
 
 
 class OpenTelemetry(Tracker):
@@ -276,7 +291,7 @@ class OpenTelemetry(Tracker):
                 self._gauges[name] = self._meter.create_gauge(f"shoal.{name.replace('/', '.')}")
             self._gauges[name].set(value, self._attributes)
 
-    def _close(self) -> None:
+    def _close(self, outcome: FitOutcome) -> None:
         if self._provider is not None:
             self._provider.shutdown()
             self._provider, self._gauges = None, {}

@@ -560,7 +560,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     """
     batches = batches_of(data, what="setup", seed=jobs.current().seed, may_be_endless=True)
     job = jobs.current()
-    refuse_own_loop(job.tasks)
+    refuse_own_loop(job.tasks, job.accumulate)
     script.recovery.set_up()
     if job.incarnation:
         _catch_up_quietly()

@@ -51,7 +51,7 @@ export function faultLines(marks) {
 }
 
 // A lane per worker: each interval of about a second is a column, divided by where its time went.
-export function lanes(canvas, workers, groups, lengthS) {
+export function lanes(canvas, workers, groups, lengthS, last) {
   const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth || canvas.parentElement.clientWidth;
   const label = Math.min(110, width * 0.26), high = workers.length > 24 ? 18 : 32, axis = 22;
   const height = workers.length * high + axis;
@@ -89,7 +89,7 @@ export function lanes(canvas, workers, groups, lengthS) {
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
     const at = -shown * (1 - share);
     pen.textAlign = share === 1 ? "right" : share === 0 ? "left" : "center";
-    if (width > 520 || share * 2 === Math.round(share * 2)) pen.fillText(share === 1 ? "now" : `${at.toFixed(0)} s`, place(at), height - 5);
+    if (width > 520 || share * 2 === Math.round(share * 2)) pen.fillText(share === 1 ? last : `${at.toFixed(0)} s`, place(at), height - 5);
   }
 }
 

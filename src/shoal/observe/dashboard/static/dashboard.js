@@ -7,7 +7,7 @@ const main = document.getElementById("main");
 const live = document.getElementById("live");
 let place = null; // what is shown
 let source = null;
-let isFetching = false, isStale = false;
+let isFetching = false, isStale = false, isOver = false;
 
 function read() {
   const [, kind, name, page] = location.pathname.split("/").map(decodeURIComponent);
@@ -52,6 +52,8 @@ async function refresh() {
       const view = await get(`/api/run/${encodeURIComponent(asked.name)}/${asked.page}`);
       if (asked === place) {
         describeRun(document.getElementById("run"), view.head);
+        isOver = view.head.state !== "alive";
+        if (source?.readyState === EventSource.OPEN) connected();
         await PAGES[asked.page](main, view);
         main.dataset.version = view.version;
       }
@@ -73,11 +75,13 @@ function listen() {
   const names = place.kind === "run" ? [place.name] : place.kind === "compare" ? compareRuns.chosen() : [];
   if (!names.length) { live.textContent = ""; live.className = "live"; return; }
   source = new EventSource(`/api/stream?runs=${names.map(encodeURIComponent).join(",")}`);
-  source.onopen = () => { live.className = "live on"; live.textContent = "live"; };
+  source.onopen = connected;
   source.onmessage = () => { if (!document.hidden) refresh(); else isStale = true; };
   source.onerror = ended;
 }
 
+// A run that is over may be resumed: the page goes on listening, and does not call it live.
+function connected() { const is = place.kind === "run" && isOver; live.className = is ? "live" : "live on"; live.textContent = is ? "ended" : "live"; }
 function ended() { live.className = "live off"; live.textContent = "dashboard ended"; }
 
 document.addEventListener("visibilitychange", () => { if (!document.hidden && isStale) { isStale = false; refresh(); } });

@@ -18,6 +18,12 @@ function notices(view) {
 
 function empty(why) { return element("p", { class: "quiet" }, why); }
 
+// A loss that fell by more than this is a flat line on a linear axis.
+function isWide(values) {
+  const found = values.filter((value) => typeof value === "number");
+  return found.length > 0 && found.every((value) => value > 0) && Math.max(...found) > 50 * Math.min(...found);
+}
+
 function overview(main, view) {
   const { progress, loss, rate, head } = view;
   const isOver = head.state !== "alive";
@@ -36,7 +42,8 @@ function overview(main, view) {
   const traces = band(loss, "loss", accent);
   const validated = view.epochs.val_loss || [];
   if (validated.length) traces.push({ type: "scatter", mode: "lines+markers", name: "val_loss", x: validated.map(([step]) => step), y: validated.map(([, value]) => value), line: { color: seriesColour(1), width: 2 }, marker: { size: 7 } });
-  const charts = [panel("Loss", markNote, loss.step.length ? chart("loss", traces, { x: "step", shapes: marks }) : empty("no step yet"))];
+  const isLog = isWide(loss.mean);
+  const charts = [panel("Loss", [isLog ? "logarithmic" : "", markNote].filter(Boolean).join("; "), loss.step.length ? chart("loss", traces, { x: "step", shapes: marks, log: isLog }) : empty("no step yet"))];
   charts.push(panel("Samples per second", "", rate.step.length ? chart("rate", [{ type: "scatter", mode: "lines", name: "samples/s", x: rate.step, y: rate.rate, line: { color: seriesColour(2), width: 2 }, hovertemplate: "%{y:.4g}" }], { x: "step", shapes: marks, fromZero: true }) : empty("needs two steps")));
   const metrics = { ...view.epochs };
   delete metrics.loss; delete metrics.val_loss;
@@ -61,7 +68,7 @@ function workers(main, view) {
   const running = found.filter((worker) => worker.state === "running").length;
   const canvas = element("canvas", { class: "lanes", role: "img", "aria-label": "time of each worker" });
   const parts = [
-    element("div", { class: "cards" }, card("workers", count(found.length), view.head.state === "alive" ? `${running} running` : view.head.state), card("stragglers", count(slow.length), slow.map((worker) => worker.process).join(", ") || "none"), card("samples/s", short(found.reduce((sum, worker) => sum + (worker.samples_per_s || 0), 0)), "all workers, last 30 s"), card("memory", bytes(found.reduce((sum, worker) => sum + (worker.rss_bytes || 0), 0)), "resident, all workers")),
+    element("div", { class: "cards" }, card("workers", count(found.length), view.head.state === "alive" ? `${running} running` : view.head.state), card("stragglers", count(slow.length), slow.map((worker) => worker.process).join(", ") || "none"), card("samples/s", short(found.some((worker) => worker.samples_per_s) ? found.reduce((sum, worker) => sum + (worker.samples_per_s || 0), 0) : null), "all workers, last 30 s"), card("memory", bytes(found.reduce((sum, worker) => sum + (worker.rss_bytes || 0), 0)), "resident, all workers")),
     panel("Where the time goes", `each column is about a second of a worker, last ${Math.round(view.length_s / 60)} min`, legend(view.groups), element("div", { style: { height: "8px" } }), recorded ? canvas : empty("This run has no activity files: it was written by an older version, or has just begun.")),
     panel("Workers", "last 30 s", table(
       [["worker"], ["state"], ["step", "number"], ["samples/s", "number"], ["time"], ["compute", "number"], ["waiting", "number"], ["slowness", "number"], ["traffic", "number"], ["memory", "number"], ["cpu", "number"], ["leases", "number"], ["restarts", "number"], ["pid", "number"]],
@@ -69,7 +76,7 @@ function workers(main, view) {
     element("p", { class: "quiet" }, `Slowness: the time of a step in which a worker waits for nobody, against the median of the others. Above ${view.straggles} × it is marked as a straggler.`),
   ];
   into(main, ...notices(view), ...parts);
-  if (recorded) lanes(canvas, found, view.groups, view.length_s);
+  if (recorded) lanes(canvas, found, view.groups, view.length_s, view.head.state === "alive" ? "now" : "end");
 }
 
 function servers(main, view) {
@@ -99,7 +106,7 @@ function data(main, view) {
   const verdict = !view.check.length ? "no ledger" : wrong ? "NOT exact" : view.epochs.every((epoch) => epoch.is_exact) ? "exactly once" : "so far right";
   const kind = (line) => (/TWICE|NOT trained/.test(line) ? "wrong" : /exactly once/.test(line) ? "" : "open");
   into(main, ...notices(view),
-    element("div", { class: "cards" }, card("ledger check", verdict, "each sample of each epoch"), card("samples trained", count(trained), "that count"), card("skipped", count(skipped), skipped ? "bad samples, listed below" : "none"), card("left of the epoch", count(view.left), view.left ? "samples" : "")),
+    element("div", { class: "cards" }, card("ledger check", verdict, "each sample of each epoch"), card("samples trained", trained ? count(trained) : "–", "that count"), card("skipped", count(skipped), skipped ? "bad samples, listed below" : "none"), card("left of the epoch", count(view.left), view.left ? "samples" : "")),
     panel("Ledger", view.sharding ? `cut: ${view.sharding}` : "", view.check.length ? element("ul", { class: "check" }, ...view.check.map((line) => element("li", { class: kind(line) }, line))) : empty("Nothing is in the ledger of this run yet.")),
     ...(ranks.length ? [panel("Samples by worker", "", chart("by-worker", [{ type: "bar", x: ranks.map(([rank]) => `worker-${rank}`), y: ranks.map(([, had]) => had.samples), marker: { color: seriesColour(0) }, hovertemplate: "%{y:,} samples" }], { y: "samples", bars: true, small: true }))] : []),
     ...(view.epochs.length ? [panel("Shards", "who trained which part of each epoch", ...view.epochs.slice(-12).map(shards), shardLegend(view.epochs))] : []),
@@ -126,10 +133,15 @@ function shardLegend(epochs) {
 }
 
 const HIDDEN = new Set(["time", "monotonic", "event"]);
+// {"0": {"primary": 128}} as "0 (primary 128)".
+function facts(value) {
+  if (value === null || typeof value !== "object") return text(value);
+  return Object.entries(value).map(([name, each]) => (each !== null && typeof each === "object" ? `${name} (${facts(each)})` : Array.isArray(value) ? text(each) : `${name} ${each}`)).join(", ");
+}
 function eventRow(event) {
-  const facts = Object.entries(event).filter(([name]) => !HIDDEN.has(name)).map(([name, value]) => `${name} ${value !== null && typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? Number(value.toPrecision(6)) : value}`).join(", ");
+  const told = Object.entries(event).filter(([name]) => !HIDDEN.has(name)).map(([name, value]) => `${name} ${value !== null && typeof value === "object" ? facts(value) : typeof value === "number" ? Number(value.toPrecision(6)) : value}`).join(", ");
   const bad = /exited|lost|fault|failed|skip/.test(event.event) && event.code !== 0;
-  return [clock(event.time), badge(text(event.event), bad ? "bad" : /replaced|live|resumed/.test(event.event) ? "good" : "plain"), facts];
+  return [clock(event.time), badge(text(event.event), bad ? "bad" : /replaced|live|resumed/.test(event.event) ? "good" : "plain"), told];
 }
 
 let wanted = "";
