@@ -20,6 +20,7 @@ BENCHMARKS = (
     "compress_slow_link",
     "launch",
     "first_start",
+    "migration",
     "models",
     "recovery",
     "ps_channel",
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all without")
     parser.add_argument("--quick", action="store_true", help="few rounds: whether it runs at all")
     parser.add_argument(
-        "--part", action="append", default=[], help="of recovery and ps_recovery: only this part"
+        "--part", action="append", default=[], help="of recovery, ps_recovery and migration: only this part"
     )
     parser.add_argument("--minutes", type=float, help="of recovery and ps_*: how long at most")
     parser.add_argument(
@@ -77,6 +78,8 @@ def _more(name: str, options: argparse.Namespace) -> dict[str, Any]:
             return {**of_recovery, "workers": options.workers}
         case "ps_recovery":
             return of_recovery
+        case "migration":
+            return {"parts": options.part}
         case "ps_memory" | "ps_quality" | "scaling" | "planner":
             return {"minutes": options.minutes}
     return {}
