@@ -65,9 +65,8 @@ def refuse_proc(event: str, arguments: tuple[Any, ...]) -> None:
         path = arguments[0]
         if isinstance(path, str) and path.startswith(("/proc/", "/sys/")) and asks_shoal():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    elif event in ("socket.bind", "socket.connect") and isinstance(arguments[1], str | bytes):
-        if arguments[1][:1] in ("\0", b"\0"):
-            raise FileNotFoundError(errno.ENOENT, "no abstract sockets here")
+    elif event in ("socket.bind", "socket.connect") and arguments[1][:1] in ("\0", b"\0"):
+        raise FileNotFoundError(errno.ENOENT, "no abstract sockets here")
 
 
 def asks_shoal() -> bool:
