@@ -55,16 +55,6 @@ _SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2  # <sys/un.h> of macOS
 _XUCRED = struct.Struct("IIh2x16I")  # version, user, number of groups, groups
 
 
-def refusal() -> str:
-    """Why shoal does not run on this system; "" where it does."""
-    if sys.platform != "win32":
-        return ""
-    return (
-        "shoal runs on Linux and macOS, and this is Windows: use WSL 2 (`wsl --install`, then `pip install shoal` in "
-        "it). Nothing was started."
-    )
-
-
 # ---- files without a name ---------------------------------------------------------------------------
 
 
