@@ -188,7 +188,8 @@ def parent_of(pid: int) -> int | None:
     if IS_LINUX:
         fields = _stat(pid)
         return int(fields[1]) if len(fields) > 1 else None
-    return _ask_psutil(pid, lambda process: process.ppid(), None)
+    parent: int | None = _ask_psutil(pid, lambda process: process.ppid(), None)
+    return parent
 
 
 def start_of(pid: int) -> str:
@@ -196,14 +197,15 @@ def start_of(pid: int) -> str:
     if IS_LINUX:
         fields = _stat(pid)
         return fields[19] if len(fields) > 19 else ""
-    return _ask_psutil(pid, lambda process: repr(process.create_time()), "")
+    began: str = _ask_psutil(pid, lambda process: repr(process.create_time()), "")
+    return began
 
 
 def is_stopped(pid: int) -> bool:
     """True where a process was stopped by a signal or a debugger: the one kind of silence that is no work."""
     if IS_LINUX:
         return _stat(pid)[:1] in (["T"], ["t"])
-    return _ask_psutil(pid, lambda process: process.status() in ("stopped", "tracing-stop"), False)
+    return bool(_ask_psutil(pid, lambda process: process.status() in ("stopped", "tracing-stop"), False))
 
 
 def _stat(pid: int) -> list[str]:

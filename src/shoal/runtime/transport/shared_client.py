@@ -535,7 +535,7 @@ class Link:
         with self._lock:
             if self._lost is not None or not (self._outbox.num_bytes or self._awaits_bulk()):
                 return
-            if self._mover is None:
+            if self._mover is None or self._wake is None:
                 self._wake = system.Wakeup()
                 self._mover = threading.Thread(target=self._run_mover, name=f"shoal-{self.peer}", daemon=True)
                 self._mover.start()
@@ -554,7 +554,8 @@ class Link:
                         self._move_some(reads=reads)
                     else:
                         self._work.wait()
-            self._wake.close()
+            if self._wake is not None:
+                self._wake.close()
 
     def _move_some(self, *, reads: bool) -> None:
         self._is_read_by_somebody |= reads

@@ -154,6 +154,10 @@ class _Peer:
     error: Exception | None = None  # of that thread
     lock: threading.Lock = field(default_factory=threading.Lock)  # of its outbox, while it is away
 
+    def wake_up(self) -> None:
+        if self.wake is not None:
+            self.wake.set()
+
     @property
     def unread_bytes(self) -> int:
         """Answers that it leaves unread, apart from those for which it has reserved memory itself."""
@@ -644,7 +648,7 @@ class Listener:
             if not peer.is_away:
                 peer.outbox.flush(peer.sock)
         if peer.is_away:
-            peer.wake.set()
+            peer.wake_up()
         elif self._is_bulky(peer):
             self._hand_over(peer)
         else:
@@ -667,8 +671,9 @@ class Listener:
 
     def _move(self, peer: _Peer) -> None:
         """In a thread: the socket and the intake are its own, the outbox it shares."""
-        poller = select.poll()
-        poller.register(peer.wake, select.POLLIN)
+        poller, wake = select.poll(), peer.wake
+        assert wake is not None
+        poller.register(wake, select.POLLIN)
         try:
             while not peer.is_closed:
                 with peer.lock:
@@ -684,13 +689,13 @@ class Listener:
                 ready = dict(poller.poll())
                 if awaits_stripes and ready.get(peer.sock.fileno(), 0) & (select.POLLERR | select.POLLHUP):
                     raise ConnectionError("the connection was closed")
-                if peer.wake.fileno() in ready:
-                    peer.wake.clear()
+                if wake.fileno() in ready:
+                    wake.clear()
                 if left:
                     with peer.lock:
                         peer.outbox.flush(peer.sock)
                 if reads and any(
-                    fd != peer.wake.fileno() and event & ~select.POLLOUT for fd, event in ready.items()
+                    fd != wake.fileno() and event & ~select.POLLOUT for fd, event in ready.items()
                 ):
                     with contextlib.suppress(BlockingIOError):
                         peer.arrived = peer.intake.receive(peer.sock)
@@ -704,6 +709,7 @@ class Listener:
     def _return(self, peer: _Peer) -> None:
         """From any thread: have the selector's thread look at a peer again."""
         self._returned.append(peer)
+        assert self._wake is not None
         self._wake.set()
 
     def _look_again(self, peer: _Peer) -> None:
@@ -714,7 +720,7 @@ class Listener:
             return
         # Its further connections have sent all they had: it may have been paused until then.
         elif peer.is_away:
-            peer.wake.set()
+            peer.wake_up()
         else:
             self._watch(peer)
             self._release_lent(peer)
