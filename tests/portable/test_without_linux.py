@@ -22,7 +22,8 @@ CASES = {
         "runtime/test_scratch.py",
         "runtime/transport/test_unix.py",
         "data/workers/test_process_pool.py",
-        "embedding/test_growing_array.py",
+        "embedding/test_row_table.py",
+        "embedding/test_tiered_rows.py",
     ),
     "single and ddp": (
         "processes/test_launch.py::test_every_rank_knows_its_place_and_starts_from_the_same_seed",

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from shoal import system
 from shoal.errors import WireError
 from shoal.runtime.forkserver import messages
 from shoal.runtime.forkserver.client import ForkedServer, ForkServerGone
@@ -31,7 +31,7 @@ MESSAGES = [
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = system.packet_pair()
     with ours, theirs:
         yield ours, theirs
 
@@ -87,15 +87,16 @@ def test_a_server_that_hears_nonsense_ends_its_children_and_itself(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, theirs = pair
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    child, ended = system.fork()
+    if child == 0:
+        os.execvp("sleep", ["sleep", "600"])
     server = ForkServer(theirs, nothing, own_sessions=True, allow_threads=False)
-    server._ended[child.pid] = os.pidfd_open(child.pid)
+    server._ended[child] = ended
     ours.send(b"nonsense")
     with pytest.raises(WireError):
         server.serve()
-    assert not psutil.pid_exists(child.pid), "killed and reaped"
-    child.wait()
-    os.close(server._ended.pop(child.pid))
+    assert not psutil.pid_exists(child), "killed and reaped"
+    os.close(ended)
     server._selector.close()
 
 
