@@ -20,6 +20,7 @@ import contextlib
 import errno
 import mmap
 import os
+import resource
 import select
 import shutil
 import signal
@@ -230,6 +231,11 @@ def resident_bytes() -> int:
     return _statm(1) if IS_LINUX else _ask_psutil(os.getpid(), lambda process: process.memory_info().rss, 0)
 
 
+def peak_bytes() -> int:
+    """The most memory that this process had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def private_bytes() -> int:
     """Memory that only this process has: neither files nor what is shared with others, where the system can tell."""
     return _statm(1) - _statm(2) if IS_LINUX else resident_bytes()
@@ -270,6 +276,16 @@ def open_descriptors() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/fd" if IS_LINUX else "/dev/fd") if name.isdecimal()]
 
 
+def raise_open_files() -> tuple[int, int]:
+    """Raise the limit of open files as far as it goes; returns the limits before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for most in (hard, 10_240):  # macOS says infinity, and takes OPEN_MAX
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            break
+    return soft, hard
+
+
 def socket_identity(fd: int) -> str:
     """Which socket a descriptor leads to: another one's differs, also after the number was used again. "" for none."""
     try:
@@ -306,9 +322,13 @@ def is_closed_by_peer(fds: Iterable[int]) -> bool:
 
 
 def _is_at_end(fd: int) -> bool:
-    with contextlib.suppress(BlockingIOError), socket.socket(fileno=os.dup(fd)) as sock:
-        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    return False
+    try:
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:  # reset
+        return True
 
 
 def keep_from_children(fds: Iterable[int]) -> None:

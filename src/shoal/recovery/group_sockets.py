@@ -138,8 +138,7 @@ def drop_packets(listeners: Mapping[int, Address]) -> None:
 @contextlib.contextmanager
 def all_descriptors() -> Iterator[None]:
     """Raise the limit of open files as far as it goes: gloo aborts where strangers use them up before the filter is on."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = system.raise_open_files()
     try:
         yield
     finally:

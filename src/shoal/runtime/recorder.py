@@ -21,7 +21,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import socket
 import threading
 import time
@@ -256,7 +255,7 @@ class Sampler:
             "seconds": {name: round(s, 5) for name, s in spent if s > 5e-6 and name not in ("other", "step")},
             "bytes": {"sent": since["sent"], "received": since["received"]},
             "rss_bytes": system.resident_bytes(),
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_bytes": system.peak_bytes(),
             "cpu_s": round(since["cpu_s"], 4),
         }
         return line | (r.facts() if r.facts is not None else {})

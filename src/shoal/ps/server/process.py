@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -719,8 +718,7 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     failpoints.arm(told.faults, process=name, incarnation=told.incarnation)
     faulthandler.enable()
     # Every segment of a client's holds a descriptor.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    system.raise_open_files()
     wake, stop = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
