@@ -7,6 +7,7 @@ signals and the control socket: through the fallbacks of `shoal.system`.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,22 @@ def test_the_harness_takes_away_what_it_says() -> None:
     )
     assert done.stdout == "False\n"
     assert "FileNotFoundError" in done.stderr
+
+
+ONLY_LINUX = re.compile(
+    r"memfd_create|pidfd|\beventfd|prctl|O_PATH|O_TMPFILE|SOCK_SEQPACKET|SO_PEERCRED|SO_PASSCRED|sched_getaffinity|POLLRDHUP"
+    r"|MADV_HUGEPAGE|CMSG_CLOEXEC\b(?<!system\.CMSG_CLOEXEC)|posix_fallocate"
+)
+
+
+def test_calls_that_only_linux_has_are_in_one_file() -> None:
+    package = TESTS.parent / "src/shoal"
+    found = [
+        f"{path.relative_to(package)}:{number}"
+        for path in sorted(package.rglob("*.py"))
+        if path != package / "system.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if ONLY_LINUX.search(line)
+    ]
+    # Code for a host of Spark or Ray, whose Python need not have shoal.
+    assert [each for each in found if not each.startswith("engines/protocol.py")] == []
