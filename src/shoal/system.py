@@ -114,8 +114,14 @@ def fork() -> tuple[int, int]:
     """os.fork, and a descriptor that is readable once the child has ended; (0, -1) in the child."""
     if IS_LINUX:
         pid = os.fork()
-        # Nobody has reaped the child yet, so its number cannot mean another process.
-        return (pid, os.pidfd_open(pid)) if pid else (0, -1)
+        if pid == 0:
+            return 0, -1
+        try:
+            return pid, os.pidfd_open(pid)  # before it is reaped, so its number cannot mean another process
+        except OSError:  # no descriptor is left: a child that nobody watches must not be
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
     ended, lifeline = os.pipe()
     try:
         pid = os.fork()
