@@ -37,7 +37,8 @@ def commands(page: Path) -> list[str]:
 
 def follow(page: Path, wheel: Path) -> dict[str, float | str]:
     """Run the commands of a page in a fresh environment; seconds of the installation and of all."""
-    with tempfile.TemporaryDirectory(prefix="shoal-page-") as folder:
+    # Loops are still being compiled beside the last job when its page is done.
+    with tempfile.TemporaryDirectory(prefix="shoal-page-", ignore_cleanup_errors=True) as folder:
         subprocess.run([sys.executable, "-m", "venv", f"{folder}/env"], check=True)
         env = {
             **{name: os.environ[name] for name in ("HOME", "LANG", "PIP_CONSTRAINT", "JAVA_HOME") if name in os.environ},
