@@ -14,6 +14,7 @@ import mmap
 import os
 import pathlib
 import select
+import selectors
 import signal
 import socket
 import sys
@@ -41,7 +42,7 @@ def remove() -> None:
         for name in names:
             if hasattr(module, name):
                 delattr(module, name)
-    # selectors falls back to poll, as it would where there is no epoll.
+    selectors.DefaultSelector = selectors.PollSelector  # type: ignore[misc, assignment]
     pair, look_up = socket.socketpair, ctypes.CDLL.__getattr__
 
     def socketpair(family: int = socket.AF_UNIX, type: int = socket.SOCK_STREAM, proto: int = 0) -> Any:
