@@ -515,6 +515,13 @@ def path_of_way(way: int) -> str:
     return f"/proc/self/fd/{way}" if IS_LINUX else os.fsdecode(os.pread(way, 4096, 0))
 
 
+def close_way(way: int) -> None:
+    """Close the descriptor that `way_to` gave, with its directory where there still is one."""
+    if not IS_LINUX:
+        shutil.rmtree(os.path.dirname(path_of_way(way)), ignore_errors=True)
+    os.close(way)
+
+
 def _remove(directory: Path, owner_pid: int) -> None:
     if os.getpid() == owner_pid:  # a forked child inherits this, not the directory
         shutil.rmtree(directory, ignore_errors=True)

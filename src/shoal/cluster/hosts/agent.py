@@ -501,7 +501,7 @@ class HostAgent:
         for seat in self._servers.values():
             seat.listener.close()
             seat.tcp.close()
-            os.close(seat.way_in)
+            system.close_way(seat.way_in)
         self._selector.close()
 
 

@@ -186,7 +186,7 @@ class CoordinatorHandle:
         self.exited()
         self._write_notes()
         self._log.close()
-        os.close(self.way_in)
+        system.close_way(self.way_in)
         self._listener.close()
         if self._tcp_listener is not None:
             self._tcp_listener.close()
