@@ -167,7 +167,9 @@ def test_validation_within_training_is_by_the_loss_and_metrics_of_eval(tmp_path:
     train = TrainSpec(lambda: data().repeat().batch(8), max_steps=6, hooks=[Watching()])
     measured, _ = train_and_evaluate(one, train, EvalSpec(lambda: data().batch(8)))
     assert seen[-1]["val_loss"] == pytest.approx(measured["loss"])
-    assert seen[-1]["val_mean_absolute_error"] == pytest.approx(measured["loss"])  # the L1 loss is that metric
+    assert seen[-1]["val_mean_absolute_error"] == pytest.approx(
+        measured["loss"]
+    )  # the L1 loss is that metric
 
 
 TWO = """
