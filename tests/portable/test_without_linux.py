@@ -1,7 +1,7 @@
 """The tests of other folders, run in a Python that lacks what macOS lacks (`without_linux/sitecustomize.py`).
 
-single, ddp by gloo and ps with their recoveries, fork server, reader processes,
-signals and the control socket: through the fallbacks of `shoal.system`.
+single, ddp by gloo and ps with killed workers and servers, fork server, reader
+processes and signals: through the fallbacks of `shoal.system`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,10 @@ CASES = {
         "processes/test_launch.py::test_a_dataloaders_workers_leave_with_their_worker",
         "processes/test_equality.py::test_many_workers_compute_what_one_process_computes",
         "processes/test_recovery.py::test_two_workers_may_die_in_one_step",
-        "processes/test_recovery.py::test_a_coordinator_killed_while_it_writes_comes_back",
-        "processes/test_recovery.py::test_a_paused_worker_is_killed_after_the_step_timeout_and_replaced",
         "processes/test_map_workers.py::test_a_killed_worker_takes_its_readers_along_and_its_replacement_has_its_own",
     ),
-    "ps": (
-        "processes/test_ps_recovery.py::test_a_killed_server_is_taken_over_by_its_replicas",
-        "processes/test_ps_recovery.py::test_workers_killed_between_steps_leave_no_trace",
-        "processes/test_servers.py::test_a_killed_server_is_replaced_and_gets_its_slots_back",
-        "processes/test_servers.py::test_a_group_grows_and_shrinks_while_it_runs",
-    ),
-    "ends of a job": (
-        "processes/test_signals.py::test_asked_once_a_job_saves_and_leaves",
-        "processes/test_signals.py::test_a_killed_supervisor_leaves_no_process",
-    ),
+    "ps": ("processes/test_ps_recovery.py::test_a_killed_server_is_taken_over_by_its_replicas",),
+    "ends of a job": ("processes/test_signals.py::test_asked_once_a_job_saves_and_leaves",),
 }
 
 
