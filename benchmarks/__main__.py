@@ -10,6 +10,7 @@ from typing import Any
 BENCHMARKS = (
     "trainer_overhead",
     "on_device",
+    "device_cache",
     "ddp_step",
     "exchange_shm",
     "ddp_shm",
@@ -80,7 +81,7 @@ def _more(name: str, options: argparse.Namespace) -> dict[str, Any]:
             return of_recovery
         case "migration":
             return {"parts": options.part}
-        case "ps_memory" | "ps_quality" | "scaling" | "planner":
+        case "ps_memory" | "ps_quality" | "scaling" | "planner" | "device_cache":
             return {"minutes": options.minutes}
     return {}
 

@@ -38,7 +38,7 @@ from shoal.errors import ConfigError
         ("ps:async", {"fan_in": 2, "staleness_lr": True}, "--staleness-lr goes by the age of each"),
         ("ps:async", {"fan_in": 2, "push_norm": 1.0}, "--push-norm goes by the norm of each"),
         ("ps:async", {"fan_in": 1}, "no number of workers whose pushes are merged"),
-        ("ps", {"row_cache": 100}, "under 'ps' every step is computed on the weights of the last"),
+        ("ps", {"row_cache": 100}, "workers every step is computed on the weights of the last"),
         ("ps:async", {"row_cache": 100}, "'ps:async' does not say how many those are"),
         ("ps:async", {"row_cache": 1, "pull_every": 2}, "no number of rows to keep"),
         ("ps:hybrid", {"pull_every": 2}, "it keeps rows only with --row-cache"),
@@ -91,3 +91,11 @@ def test_wishes_that_do_not_go_with_a_strategy_are_refused(
 )
 def test_others_are_taken(strategy: str, options: dict[str, Any]) -> None:
     LaunchConfig(script="train.py", workers=2, strategy=strategy, **options)
+
+
+def test_the_only_worker_of_ps_may_keep_rows_and_nothing_else_about_pushes() -> None:
+    alone = {"script": "train.py", "workers": 1, "strategy": "ps", "row_cache": 100}
+    assert LaunchConfig(**alone, snapshot_every=10).row_cache == 100
+    for options in ({"compress": "bf16"}, {"server_device": "cuda:0"}):
+        with pytest.raises(ConfigError, match="update everything itself"):
+            LaunchConfig(**alone, **options)

@@ -159,7 +159,7 @@ _PARALLEL: dict[str, tuple[str, str, str | bool]] = {
     "row_cache": (
         "ROWS",
         "With ps:ssp, ps:async and ps:hybrid: rows of each table that a worker keeps, for as many steps as ssp=K or --pull-every "
-        "allows.",
+        "allows. With ps -n 1: rows that live on the worker's device and are updated there, written back behind the steps.",
         "none",
     ),
     "fan_in": (
@@ -190,7 +190,7 @@ _PARALLEL: dict[str, tuple[str, str, str | bool]] = {
     "snapshot_every": (
         "N",
         "Where each worker holds a part (fsdp, tp, pp, --sync-every): steps between the snapshots to which all go back "
-        "when one dies. 0: none, they go back to the newest checkpoint.",
+        "when one dies. 0: none, they go back to the newest checkpoint. With ps --row-cache: between two writes of changed rows.",
         "50, or as the script says",
     ),
     "device": ("DEVICE", f"Where workers compute: {', '.join(placement.FORMS)}.", True),

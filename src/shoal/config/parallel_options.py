@@ -105,7 +105,8 @@ class ParallelOptions:
     """With the same: steps for which a worker uses the weights that it pulled, within the staleness bound. None: 1."""
 
     row_cache: int | None = None
-    """With ps:ssp, ps:async and ps:hybrid: rows of each table that a worker keeps, within the staleness allowed. None: none."""
+    """With ps:ssp, ps:async and ps:hybrid: rows of each table that a worker keeps, within the staleness allowed. With ps and one
+    worker: rows that it keeps on its device and updates there. None: none."""
 
     fan_in: int | None = None
     """With ps:ssp and ps:async: workers of one host whose pushes are merged before the servers, at most. None: none are."""
@@ -123,7 +124,8 @@ class ParallelOptions:
     """With `table_memory`: which rows stay in memory, one of TABLE_KEEP. None: "balanced"."""
 
     snapshot_every: int | None = None
-    """Steps between two snapshots, where ranks hold state of their own: see `shoal.train.checkpoint.saving`. 0: none. None: its default."""
+    """Steps between two snapshots, where ranks hold state of their own: see `shoal.train.checkpoint.saving`; or between two recovery
+    points of exact ps with `row_cache`. 0: none. None: the default."""
 
     device: str = "auto"
     """Devices of the workers: see `shoal.config.placement`."""
@@ -196,7 +198,7 @@ def check(options: ParallelOptions, *, strategy: str, num_workers: int, num_host
     _check_sums(options, strategy)
     _check_push_filters(options, strategy)
     _check_intervals(options, strategy)
-    _check_row_cache(options, strategy)
+    _check_row_cache(options, strategy, num_workers)
     _check_fan_in(options, strategy, num_workers)
     _check_table_memory(options, strategy)
     _check_server_device(options, strategy, num_hosts)
@@ -214,7 +216,8 @@ def _check_snapshots(options: ParallelOptions, strategy: str) -> None:
             f"--snapshot-every {options.snapshot_every} is no number of steps between two snapshots: give one from 1 to "
             f"{MAX_SNAPSHOT_EVERY}, or 0 for none. Nothing was started."
         )
-    if not has_rank_local_state(options, strategy):
+    is_written_back = strategies.parse(strategy).mode == "exact" and options.row_cache is not None
+    if not has_rank_local_state(options, strategy) and not is_written_back:
         raise ConfigError(
             f"--snapshot-every {options.snapshot_every} keeps what all workers go back to where each holds a part of its own, and under "
             f"'{strategy}' one that dies is replaced from the others, at the step at which they are. Nothing was started; leave it out."
@@ -355,7 +358,7 @@ def _check_intervals(options: ParallelOptions, strategy: str) -> None:
         )
 
 
-def _check_row_cache(options: ParallelOptions, strategy: str) -> None:
+def _check_row_cache(options: ParallelOptions, strategy: str, num_workers: int) -> None:
     name, num_rows = strategies.parse(strategy), options.row_cache
     if num_rows is None:
         if name.mode == "hybrid" and options.pull_every is not None:
@@ -368,10 +371,20 @@ def _check_row_cache(options: ParallelOptions, strategy: str) -> None:
         raise ConfigError(
             f"--row-cache {num_rows} is no number of rows to keep: give one from {MIN_ROW_CACHE} to {MAX_ROW_CACHE}. Nothing was started."
         )
+    if name.mode == "exact" and num_workers == 1:
+        others = {"--compress": options.compress != "none", "--server-device": options.server_device != "cpu"}
+        for flag, is_given in others.items():
+            if is_given:
+                raise ConfigError(
+                    f"--row-cache {num_rows} has the only worker of '{strategy}' update everything itself, and {flag} is about what it would "
+                    "push and servers would update. Nothing was started; leave one of the two out."
+                )
+        return
     if name.mode not in ("ssp", "async", "hybrid"):
         raise ConfigError(
-            f"--row-cache {num_rows} has workers train on rows of an earlier step, and under '{strategy}' every step is computed on the "
-            "weights of the last. Nothing was started; use --strategy ps:async or ps:ssp=K, or leave it out."
+            f"--row-cache {num_rows} has workers train on rows of an earlier step, and under '{strategy}' with {num_workers} workers every "
+            "step is computed on the weights of the last. Nothing was started; use -n 1, where the worker updates the rows itself, --strategy "
+            "ps:async or ps:ssp=K, or leave it out."
         )
     if not name.bound and options.pull_every is None:
         raise ConfigError(

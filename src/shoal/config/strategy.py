@@ -63,7 +63,7 @@ STRATEGIES = Registry(
     StrategyChoice(
         "ps",
         "parameter server: servers hold the weights, every step is exact",
-        f"{_PS}.exact:Ps",
+        f"{_PS}.cached:for_job",
         base="ps",
         mode="exact",
     ),

@@ -37,11 +37,11 @@ class RowSource(Protocol):
         ...
 
     def pull(self, keys: NDArray[np.int64]) -> Tensor:
-        """A row per key, on the CPU. It stays as it is until the backward that belongs to it is over."""
+        """A row per key, on the CPU or where the model is. It stays as it is until the backward that belongs to it is over."""
         ...
 
-    def push(self, keys: NDArray[np.int64], gradients: NDArray[Any]) -> None:
-        """Gradients of these keys, one row each."""
+    def push(self, keys: NDArray[np.int64], gradients: Any) -> None:
+        """Gradients of these keys, one row each: an array, or a tensor of the device that rows were pulled to."""
         ...
 
     def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -243,11 +243,19 @@ def _pulled(source: RowSource, keys: NDArray[np.int64], padding: int, device: to
 
 
 def _push(source: RowSource, keys: NDArray[np.int64], padding: int, grad: Tensor) -> None:
-    gradients = grad.detach().contiguous().numpy()
+    gradients = grad.detach().contiguous()
+    if gradients.device.type != "cpu":  # of rows that were pulled to there
+        if padding >= 0:
+            keys = np.delete(keys, padding)
+            gradients = torch.cat([gradients[:padding], gradients[padding + 1 :]])
+        if len(keys):
+            source.push(keys, gradients)
+        return
+    rows = gradients.numpy()
     if padding >= 0:
-        keys, gradients = np.delete(keys, padding), np.delete(gradients, padding, axis=0)
+        keys, rows = np.delete(keys, padding), np.delete(rows, padding, axis=0)
     if len(keys):
-        source.push(keys, gradients)
+        source.push(keys, rows)
 
 
 def _place(keys: NDArray[np.int64], key: int | None) -> int:

@@ -687,6 +687,22 @@ class RowTable:
         whole[there, width:] = self.statistics.columns(rows[there], self.dtype)
         return whole
 
+    def pull_whole(self, keys: Array, out: Array) -> None:
+        """Write values and state of `keys` to `out`, also of rows that are not there yet. Of tables without a policy."""
+        for start in range(0, len(keys), self._block):
+            block, some = keys[start : start + self._block], out[start : start + self._block]
+            rows = self._rows[: len(block)]
+            num_missing = self._index.find(block, rows)
+            if not num_missing:
+                some[:] = self._table.read(rows)
+                continue
+            is_new = rows < 0
+            values = np.empty((num_missing, self.dim), self.dtype)
+            self.pull(block[is_new], values)  # writes to self._rows
+            some[is_new, : self.dim], some[is_new, self.dim :] = values, self._first_state
+            self._index.find(block, rows)
+            some[~is_new] = self._table.read(rows[~is_new])
+
     def set_whole(self, keys: Array, whole: Array) -> None:
         """Set rows as `read_whole` gave them."""
         if self.policy is not None:

@@ -149,6 +149,10 @@ class ReplayLog:
         return self._log.pass_up_to(kind)
 
     @property
+    def holders(self) -> list[Holder]:
+        return list(self._holders.values())
+
+    @property
     def is_inside_call(self) -> bool:
         """Whether what happens now belongs to a call, whose anchors a replacement begins from."""
         return not self._call_is_over

@@ -209,6 +209,9 @@ class RowModule:
     Outside of training what is pulled is a copy, and gradients are nobody's.
     """
 
+    is_resident = False
+    """True where the module's own weight is what is trained: `worker_rows.py`."""
+
     def __init__(self, taken: PlacedEmbedding, number: int, group: Group, *, seed: int) -> None:
         self.taken, self.module = taken, taken.module
         self.clock, self.is_training = 0, True

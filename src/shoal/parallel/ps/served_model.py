@@ -27,7 +27,7 @@ from shoal.embedding.rules import RULES
 from shoal.parallel.protocol import LayerPlace, Piece, PieceReader, TrainJob
 from shoal.parallel.ps import rows as placement
 from shoal.parallel.ps.named_tables import load_named, named_pieces
-from shoal.parallel.ps.rows import PlacementPlan, RowModule, RowRule
+from shoal.parallel.ps.rows import PlacedEmbedding, PlacementPlan, RowModule, RowRule
 from shoal.parallel.state import (
     MODEL,
     OPTIMIZER,
@@ -359,10 +359,7 @@ class ServedModel:
         in_order = sorted(found.taken, key=lambda taken: all(taken.module is not each for each in first))
         for number, taken in enumerate(in_order):
             number += job.number * TABLES_PER_MODEL
-            module = RowModule(taken, number, self._group, seed=job.seed)
-            if self._launched.row_cache is not None:
-                module.cache = self._row_cache(module, self._launched.row_cache)
-            self.rows.append(module)
+            self.rows.append(self._row_module(taken, number))
         rows = {id(taken.module.weight) for taken in found.taken if hasattr(taken.module, "weight")}
         groups = {
             id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
@@ -386,9 +383,13 @@ class ServedModel:
             chunk_bytes=CHUNK_BYTES if is_on_cpu else DEVICE_CHUNK_BYTES,
         )
 
-    def _row_cache(self, module: RowModule, num_rows: int) -> RowCache:
-        bound, max_age = strategies.parse(self._launched.strategy).bound, self._launched.pull_every
-        return RowCache(num_rows, module.dim, module.np_dtype, max_age=max_age, bound=bound)
+    def _row_module(self, taken: PlacedEmbedding, number: int) -> RowModule:
+        module = RowModule(taken, number, self._group, seed=self._job.seed)
+        num_rows = self._launched.row_cache
+        if num_rows is not None:
+            bound, max_age = strategies.parse(self._launched.strategy).bound, self._launched.pull_every
+            module.cache = RowCache(num_rows, module.dim, module.np_dtype, max_age=max_age, bound=bound)
+        return module
 
     def places(self) -> Iterator[LayerPlace]:
         """Rows by their keys, the rest in chunks; what the servers have not is left out."""
@@ -526,7 +527,7 @@ class ServedModel:
         for module in self.rows:
             module.clock, module.is_training = clock, False
             weight = getattr(module.module, "weight", None)
-            if not isinstance(weight, Tensor):
+            if not isinstance(weight, Tensor) or module.is_resident:
                 continue
             num_rows = _block_rows(module)
             for first in range(0, len(weight), num_rows):
@@ -572,7 +573,7 @@ class ServedModel:
         for module in self.rows:
             columns = RULES[module.spec.rule].state_columns(module.dim)
             weight = getattr(module.module, "weight", None)
-            if not columns or not isinstance(weight, Tensor):
+            if not columns or not isinstance(weight, Tensor) or module.is_resident:
                 continue
             held = {
                 key: torch.zeros(len(weight), span.stop - span.start, dtype=weight.dtype)

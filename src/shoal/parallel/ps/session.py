@@ -141,14 +141,15 @@ class PsSession(ReplayLog):
             return b""
         return self.note()
 
-    def note(self) -> bytes:
+    def note(self, *, updates: int | None = None) -> bytes:
+        """What a replacement needs; `updates`: as many as there are once it counts, where it goes with one."""
         self._has_noted, self._steps_since_note = True, 0
         return state_transfer.to_bytes(
             {
                 "call": self._call,
                 "call_is_over": self._call_is_over,
                 "anchor": self._anchor(),
-                "updates": self._updates_at_anchor,
+                "updates": self._updates_at_anchor if updates is None else updates,
                 "parts": {
                     number: {"plain": part.plain, "tensors": part.tensors}
                     for number, part in (

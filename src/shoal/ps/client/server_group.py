@@ -22,7 +22,7 @@ from shoal.errors import LinkLost, ServerRefused, WaitTimedOut
 from shoal.ps.codecs import Compression
 from shoal.ps.key_lists import KeyLists
 from shoal.runtime.transport import endpoint, memfd, tls
-from shoal.runtime.transport.arena import Buffer
+from shoal.runtime.transport.arena import ArenaConfig, Buffer
 from shoal.runtime.transport.framing import Bytes
 from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.messages.message import Message
@@ -96,6 +96,7 @@ class Group:
         self.readers: tuple[int, ...] = ()  # those that answer pulls, in order
         self.replicas: frozenset[int] = frozenset()  # of those, the ones that answer as a replica
         self._incarnations: dict[int, int] = {}
+        self.arena: ArenaConfig | None = None  # of connections to come; None: as they are by default
         self._has_held = False  # messages that wait in links to be sent together
         self.compression = Compression()  # none, unless a strategy says so
         self.lock_memory: Callable[[memoryview], Callable[[], None]] | None = None  # for a device's copies
@@ -206,7 +207,11 @@ class Group:
             raise LinkLost(peer="every holder of a slot", reason="they died")
         try:
             link = Link.connect(
-                self._addresses[server], self._hello, timeout_s=CONNECT_TIMEOUT_S, peer=f"server-{server}"
+                self._addresses[server],
+                self._hello,
+                timeout_s=CONNECT_TIMEOUT_S,
+                peer=f"server-{server}",
+                arena=self.arena,
             )
         except WaitTimedOut as error:  # its socket is the supervisor's, and outlives it
             raise LinkLost(peer=f"server-{server}", reason=str(error)) from None

@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.errors import LinkLost
@@ -128,9 +130,11 @@ class RowsPull(_Pull):
         clock: int,
         codec: str = "",
         unpushed: int = 0,
+        is_whole: bool = False,
     ) -> None:
+        """With `is_whole` rows are values and state, `dim` numbers together."""
         super().__init__(clock, unpushed)
-        self._codec = codec
+        self._codec, self._is_whole = codec, is_whole
         self.table, self.keys, self._dim, self._dtype = table, keys, dim, dtype
         self._wanted = keys  # of the servers
         self._parts: list[tuple[Buffer, NDArray[np.int32] | None]] = []
@@ -147,6 +151,7 @@ class RowsPull(_Pull):
                 self._codec,
                 self._unpushed,
                 is_nearby=server in group.replicas,
+                is_whole=self._is_whole,
             )
             link, num_keys = group.link(server), len(self._wanted if places is None else places)
             name, frame = _key_frame(group, server, self._wanted, places, self._alloc)
@@ -307,6 +312,7 @@ class PushStep:
     # True where a server had ended the step before this push came; strategies that do not wait for all.
     is_late: bool = False
     _rows: list[tuple[int, NDArray[np.int64], NDArray[Any]]] = field(default_factory=list)
+    _whole: list[tuple[int, NDArray[np.int64], Tensor]] = field(default_factory=list)
     _dense: list[_Dense] = field(default_factory=list)
     _end: msg.StepEnd | None = None
     _frames: tuple[bytes, bytes] = (b"", b"")
@@ -323,6 +329,12 @@ class PushStep:
         self._rows.append((table, keys, values))
         with recorder.PUSH:
             self._now(lambda: self._send_rows(table, keys, values))
+
+    def push_whole(self, table: int, keys: NDArray[np.int64], rows: Tensor) -> None:
+        """Rows as they shall be, values and state side by side on any device; as `push_rows` otherwise."""
+        self._whole.append((table, keys, rows))
+        with recorder.PUSH:
+            self._now(lambda: self._send_whole(table, keys, rows))
 
     def chunk_memory(self, chunk: int, slot: int, nbytes: int) -> memoryview:
         """Memory for a chunk's gradient, to be written before `push_dense`."""
@@ -368,6 +380,8 @@ class PushStep:
         self._pushed, self._tickets = {}, {}
         for rows in self._rows:
             self._send_rows(*rows)
+        for whole in self._whole:
+            self._send_whole(*whole)
         for dense in self._dense:
             self._send_dense(dense)
         if self._end is not None:
@@ -387,10 +401,13 @@ class PushStep:
                 self.decision = self.decide(self._vector_of(summed[0]), norm)
             decision = self.decision
             commit = msg.Commit(group.view, self.seq, decision.factor, decision.apply, decision.norm)
-            tickets = {server: group.send(server, commit, [], self._into[server][:1]) for server in summed}
-            with recorder.WAIT:
-                for server, ticket in tickets.items():
-                    answers[server] = group.wait(server, ticket)[0]
+            # A recovery point counts with its note first: a replacement that finds the note has it count everywhere.
+            first = [server for server in summed if server == group.owner(0)] if self._is_whole else []
+            for some in filter(None, (first, [server for server in summed if server not in first])):
+                tickets = {server: group.send(server, commit, [], self._into[server][:1]) for server in some}
+                with recorder.WAIT:
+                    for server, ticket in tickets.items():
+                        answers[server] = group.wait(server, ticket)[0]
         done = [answer for answer in answers.values() if isinstance(answer, msg.Committed)]
         assert len(done) == len(answers), answers
         self.committed = min(done, key=lambda answer: answer.updates)
@@ -400,10 +417,14 @@ class PushStep:
         self.num_updates = max(answer.updates for answer in done)
         self.vector = self._vector_of(min(answers))
 
+    @property
+    def _is_whole(self) -> bool:
+        return self._end is not None and self._end.whole_after > 0
+
     def release(self) -> None:
         for link, buffer in self._held:
             link.free(buffer)
-        self._held, self._rows, self._dense, self._into = [], [], [], {}
+        self._held, self._rows, self._whole, self._dense, self._into = [], [], [], [], {}
 
     # ---- sending --------------------------------------------------------------------------------
 
@@ -437,6 +458,17 @@ class PushStep:
                 else:  # where the server reads it: no copy of its own in between
                     out = np.frombuffer(of_rows.view, values.dtype).reshape(num_keys, -1)
                     row_kernels.take(values, places, out)
+            pushed = msgspec.structs.replace(message, keys=name) if name else message
+            self._push(server, pushed, [of_keys, of_rows])
+
+    def _send_whole(self, table: int, keys: NDArray[np.int64], rows: Tensor) -> None:
+        message = msg.PushRows(self.group.view, self.stream, self.seq, table, is_whole=True)
+        for server, places in by_server(table, keys, self.group):
+            name, of_keys = _key_frame(self.group, server, keys, places, self._alloc)
+            some = rows if places is None else rows[torch.from_numpy(places).to(rows.device)]
+            of_rows = self._alloc(self.group.link(server), some.numel() * some.element_size())
+            if some.numel():  # straight from the device, without the GIL
+                torch.frombuffer(of_rows.view, dtype=some.dtype).view(some.shape).copy_(some)
             pushed = msgspec.structs.replace(message, keys=name) if name else message
             self._push(server, pushed, [of_keys, of_rows])
 

@@ -127,6 +127,9 @@ class Update:
     # Of tables; of those that are not among them, as they were declared.
     table_settings: dict[int, dict[str, float]] = field(default_factory=dict)
     model: int = 0  # whose settings they are
+    # Instead of gradients: table, keys, and their values and state after `whole_after` updates, in several pieces.
+    whole: list[tuple[int, Keys, Values]] = field(default_factory=list)
+    whole_after: int = 0
 
 
 class Contents:
@@ -261,8 +264,18 @@ class Contents:
                 )
         return keys
 
-    def values(self, table: ServerTable, frame: Frame, num_rows: int, codec: str = "") -> Values:
-        """One row of values per key, as they lie in a frame; decoded, where they have a codec."""
+    def values(
+        self, table: ServerTable, frame: Frame, num_rows: int, codec: str = "", *, is_whole: bool = False
+    ) -> Values:
+        """One row of values per key, as they lie in a frame; decoded, where they have a codec. `is_whole`: with state."""
+        if is_whole:
+            rows, width = as_array(frame, table.spec.dtype, "rows"), table.dim + table.state_dim
+            if len(rows) != num_rows * width or table.policy is not None or codec:
+                raise Refusal(
+                    f"whole rows of table {table.spec.number} are {width} {table.spec.dtype}, as they are, of a table without a "
+                    f"policy; got {len(rows)} numbers for {num_rows} keys"
+                )
+            return rows.reshape(num_rows, width)
         if codec:
             return _decoded(codec, frame, (num_rows, table.spec.dim), table.dtype)
         values = as_array(frame, table.spec.dtype, "values")
@@ -322,6 +335,9 @@ class Contents:
             self._have_settings(table, update.table_settings.get(number, {}))
             table.step = update.step
             table.apply(keys, values, update.factor)
+        for number, keys, values in update.whole:
+            self.tables[number].set_whole(keys, values)
+            self.tables[number].step = update.whole_after
         settings = self._groups.get(update.model, [])
         if update.settings:
             settings = [{**old, **new} for old, new in zip(settings, update.settings, strict=True)]
@@ -365,7 +381,11 @@ def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Upda
         inside = slots[slot_of(number, keys)]
         rows[number] = (keys, values) if inside.all() else (keys[inside], values[inside])
     dense = {number: each for number, each in update.dense.items() if slots[chunks[number].slot]}
-    return replace(update, slots=update.slots & slots, rows=rows, dense=dense)
+    whole = []
+    for number, keys, values in update.whole:
+        inside = slots[slot_of(number, keys)]
+        whole.append((number, keys[inside], values[inside]))
+    return replace(update, slots=update.slots & slots, rows=rows, dense=dense, whole=whole)
 
 
 def chunk_bytes(chunk: ChunkSpec) -> int:

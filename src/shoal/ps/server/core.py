@@ -403,6 +403,10 @@ class ServerCore:
         frame = self._key_frame(request, message.keys)
         keys = self.state.contents.keys(table, frame, self._readable(message))
         codec, dim = codec_of(message.codec), table.spec.dim
+        if message.is_whole:
+            if codec is not None or table.policy is not None:
+                raise Refusal("whole rows are pulled as they are, of tables without a policy")
+            dim += table.state_dim
         num_bytes = codec.num_bytes(len(keys), dim) if codec else len(keys) * dim * table.dtype.itemsize
         expect_into(request, 0, num_bytes, f"{len(keys)} rows")
         return self._pull(request, keys)
@@ -474,7 +478,11 @@ class ServerCore:
             assert keys is not None
             table = state.contents.table(message.table)
             shape = (len(keys), table.spec.dim)
-            if message.codec:
+            if message.is_whole:
+                shape = (len(keys), table.spec.dim + table.state_dim)
+                out = np.frombuffer(request.into[0], table.dtype, shape[0] * shape[1])
+                table.pull_whole(keys, out.reshape(shape))
+            elif message.codec:
                 rows = np.empty(shape, table.dtype)
                 table.pull(keys, rows)
                 encode_into(message.codec, rows, request.into[0])
@@ -576,7 +584,10 @@ class ServerCore:
         # A full disk is told before anything is staged: other workers' pushes of this step may bring as many new rows.
         table.expect(keys, max(1, self.state.num_workers))
         self.staging.rows(
-            request.peer, message, keys, contents.values(table, request.frames[1], len(keys), message.codec)
+            request.peer,
+            message,
+            keys,
+            contents.values(table, request.frames[1], len(keys), message.codec, is_whole=message.is_whole),
         )
         return []
 
@@ -612,6 +623,8 @@ class ServerCore:
             return self._end_again(request, message, steps)
         if message.seq > self._low + 1 and steps.mode.kind == "exact":
             raise Refusal(f"the next step here is {self._low + 1}, got the end of step {message.seq}")
+        if message.whole_after:
+            steps.forget()  # of the only worker's predecessor: what it had not told all servers to count, never will
         if message.rank not in steps.ended:
             for rank, other in steps.ended.items():
                 if len(other.vector) != len(vector):

@@ -84,6 +84,8 @@ class StepRecord(_Record, frozen=True, tag="step"):
     norm: float  # of Commit
     exchange: Count
     notes: Notes
+    whole: list[Count] = []  # tables of whole rows, by piece: keys and rows, behind the chunks' gradients
+    whole_after: Count = 0
 
 
 class PushesRecord(_Record, frozen=True, tag="pushes"):

@@ -71,7 +71,7 @@ class Counted:
 
 
 _SHIPPED = ("seq", "applies", "norm", "ranks", "seqs", "exchange")
-_SHIPPED_OF_UPDATE = ("factor", "step", "settings", "table_settings", "model")
+_SHIPPED_OF_UPDATE = ("factor", "step", "settings", "table_settings", "model", "whole_after")
 """Fields that a StepRecord has of a Counted, and of its Update."""
 
 
@@ -129,7 +129,8 @@ class ServerState:
         update = counted.update
         if counted.applies:
             counted.evicted = self.contents.apply(update)
-            self.applied.steps(counter_of_update(update.rows, update.model))[update.slots] += 1
+            steps = self.applied.steps(counter_of_update(update.rows, update.model))
+            steps[update.slots] = update.whole_after or steps[update.slots] + 1
         if counted.is_step:
             self.applied.version[update.slots] = counted.seq
             for rank, seq in zip(counted.ranks, counted.seqs, strict=False):
@@ -165,11 +166,14 @@ class ServerState:
             keys, values = update.rows[table]
             frames += [raw_bytes(keys), raw_bytes(values)]
         frames += [raw_bytes(update.dense[chunk][0]) for chunk in chunks]
+        whole = update.whole if applies else []
+        frames += [raw_bytes(array) for _, keys, values in whole for array in (keys, values)]
         frames += [counted.vector.tobytes(), counted.squares.tobytes()]
         frames += [note for _, (_, note) in notes]
         record = StepRecord(
             slots=to_bits(update.slots),
             tables=tables,
+            whole=[number for number, _, _ in whole],
             chunks=[(chunk, list(update.dense[chunk][1])) for chunk in chunks],
             notes=[(rank, anchored_at) for rank, (anchored_at, _) in notes],
             **{name: getattr(counted, name) for name in _SHIPPED},
@@ -187,6 +191,10 @@ class ServerState:
         for number, unused in record.chunks:
             gradient = contents.gradient(contents.chunk(number), given.pop(0))
             update.dense[number] = (gradient, tuple(unused))
+        for number in record.whole:
+            keys = as_array(given.pop(0), np.int64, "keys")
+            rows = contents.values(contents.table(number), given.pop(0), len(keys), is_whole=True)
+            update.whole.append((number, keys, rows))
         vector, squares = (as_array(given.pop(0), np.float64, "numbers") for _ in range(2))
         return Counted(
             update,

@@ -34,10 +34,12 @@ class Staged:
 
     rows: dict[int, tuple[Keys, Values]] = field(default_factory=dict)
     dense: dict[int, tuple[Tensor, tuple[int, ...]]] = field(default_factory=dict)
+    # Whole rows: table, keys, values and state; a table may come in several pieces.
+    whole: list[tuple[int, Keys, Values]] = field(default_factory=list)
 
     @property
     def num_pushes(self) -> int:
-        return len(self.rows) + len(self.dense)
+        return len(self.rows) + len(self.dense) + len(self.whole)
 
 
 @dataclass(slots=True)
@@ -67,8 +69,12 @@ class Staging:
         self._by_peer: dict[int, dict[tuple[int, int], Staged]] = {}
 
     def rows(self, peer: int, message: PushRows, keys: Keys, values: Values) -> None:
-        """Keep a reference; of a repeat the first counts."""
-        self._named(peer, message.stream, message.seq).rows.setdefault(message.table, (keys, values))
+        """Keep a reference; of a repeat the first counts. Whole rows are not repeated on one connection."""
+        staged = self._named(peer, message.stream, message.seq)
+        if message.is_whole:
+            staged.whole.append((message.table, keys, values))
+        else:
+            staged.rows.setdefault(message.table, (keys, values))
 
     def dense(self, peer: int, message: PushDense, gradient: Tensor) -> None:
         """Keep a reference; of a repeat the first counts."""
@@ -216,10 +222,18 @@ class Steps:
         # Not of a contribution that is used once more: its settings were those of its own step.
         end = fresh[min(fresh)].end
         update = Update(
-            slots, step=step, settings=end.settings, table_settings=end.table_settings, model=end.model
+            slots,
+            step=step,
+            settings=end.settings,
+            table_settings=end.table_settings,
+            model=end.model,
+            whole_after=end.whole_after,
         )
         squares = np.zeros(NUM_SLOTS)
         only = None if (slots == mine).all() else slots
+        for rank in ranks:  # one, where there are any
+            for number, keys, values in parts[rank].staged.whole:
+                update.whole.append((number, *_inside(contents, number, (keys, values), only)))
         for number in sorted({table for part in parts.values() for table in part.staged.rows}):
             table = contents.tables[number]
             for rank in ranks:

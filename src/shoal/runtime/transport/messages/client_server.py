@@ -179,11 +179,12 @@ class Declared(Message, frozen=True, tag="ps-declared"):
 
 
 class PushRows(Message, frozen=True, tag="ps-push-rows"):
-    """Client to server: stage these gradients of these rows.
+    """Client to server: stage these gradients of these rows; with `is_whole`, these rows as they shall be.
 
     Frames: int64 keys, strictly increasing, all of slots whose primary the
-    server is in `view`; then one row of values per key. Answered only where
-    refused. Repeating it is safe: the first counts.
+    server is in `view`; then one row of values per key, or of values and
+    optimizer state. Answered only where refused. Repeating it is safe: the
+    first counts.
     """
 
     view: Count
@@ -192,6 +193,9 @@ class PushRows(Message, frozen=True, tag="ps-push-rows"):
     table: Count
     codec: Text = ""  # of the values: see shoal.ps.codecs
     keys: Count = 0  # name of the key list; with an empty frame, one sent before on this connection: see shoal.ps.key_lists
+    is_whole: bool = (
+        False  # exact: the only worker updates rows itself; may be said several times for a table
+    )
 
 
 class PushDense(Message, frozen=True, tag="ps-push-dense"):
@@ -243,6 +247,9 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     # Relaxed: batches of the stream in it, the last being `seq`; 0 for what is left of batches that counted.
     num_batches: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 1
     merged: list[MergedPart] = msgspec.field(default_factory=list)  # pushes of other workers in it
+    # Exact: it ends whole rows, as they are after so many updates. A replacement may come to another point under the same name:
+    # of two that do not count yet the newer one does.
+    whole_after: Count = 0
 
 
 class Summed(Message, frozen=True, tag="ps-summed"):
@@ -320,6 +327,7 @@ class PullRows(Message, frozen=True, tag="ps-pull-rows"):
     unpushed: Count = 0  # batches of `clock` whose gradients the asker still keeps; relaxed strategies
     keys: Count = 0  # as in PushRows
     is_nearby: bool = False  # also of slots that the server holds as a replica
+    is_whole: bool = False  # values and optimizer state, also of rows that are not there yet
 
 
 class PullDense(Message, frozen=True, tag="ps-pull-dense"):
