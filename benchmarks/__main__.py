@@ -21,6 +21,7 @@ BENCHMARKS = (
     "compress_slow_link",
     "launch",
     "first_start",
+    "migration",
     "models",
     "recovery",
     "ps_channel",
@@ -58,7 +59,7 @@ def main() -> None:
         "--part",
         action="append",
         default=[],
-        help="of recovery, ps_recovery, engines and planner: only this part",
+        help="of recovery, ps_recovery, engines, planner and migration: only this part",
     )
     parser.add_argument(
         "--minutes", type=float, help="of recovery, engines, planner and ps_*: how long at most"
@@ -89,6 +90,8 @@ def _more(name: str, options: argparse.Namespace) -> dict[str, Any]:
             return {"parts": options.part, "minutes": options.minutes}
         case "planner":
             return of_recovery
+        case "migration":
+            return {"parts": options.part}
         case "ps_memory" | "ps_quality" | "scaling" | "device_cache":
             return {"minutes": options.minutes}
     return {}

@@ -1,4 +1,4 @@
-"""TensorFlow's ParameterServerStrategy: on every machine, with its own TF_CONFIG, python tf_ps_before.py"""
+"""TensorFlow's ParameterServerStrategy, with Keras 2 (TensorFlow up to 2.15): on every machine, with its own TF_CONFIG, python tf_ps_before.py"""
 
 import tensorflow as tf
 
@@ -14,7 +14,7 @@ strategy = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=
 with strategy.scope():
     model = tf.keras.Sequential(
         [
-            tf.keras.layers.Embedding(10_000, 16),
+            tf.keras.layers.Embedding(10_000, 16, input_length=8),
             tf.keras.layers.Flatten(),
             tf.keras.layers.Dense(64, activation="relu"),
             tf.keras.layers.Dense(1),

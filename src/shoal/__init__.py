@@ -8,6 +8,12 @@ from __future__ import annotations
 import importlib
 import sys
 
+if sys.platform == "win32":
+    sys.tracebacklimit = 0
+    raise ImportError(
+        "shoal runs on Linux and macOS, and this is Windows: use it inside WSL 2 (`wsl --install`)."
+    )
+
 TYPE_CHECKING = False  # typing's own, which takes longer to load than everything here
 if TYPE_CHECKING:
     from types import TracebackType

@@ -218,6 +218,8 @@ class Estimator:
             trainer.replace_callbacks(self._callbacks(spec, hooks))
         else:
             trainer, spec = self._build(ModeKeys.TRAIN, batches, hooks)
+        if validation is not None:
+            self._validate_as_eval(trainer, validation)
         trainer.fit(
             batches,
             epochs=None if batches.is_endless else start[0] - first[0] + 1,
@@ -356,6 +358,21 @@ class Estimator:
             trainer.load(path)
             self._held[mode] = path, step
         return trainer, spec
+
+    def _validate_as_eval(self, trainer: Trainer, validation: Batches) -> None:
+        """Measure within fit what `evaluate` measures: by loss and metrics of mode EVAL."""
+        if ModeKeys.EVAL not in self._built:
+            self._built[ModeKeys.EVAL] = self._build(ModeKeys.EVAL, validation)
+        measured = self._built[ModeKeys.EVAL][0]
+        if measured.config.loss.is_in_forward != trainer.config.loss.is_in_forward:
+            raise ConfigError(
+                "model_fn returned loss='model' for one of the modes 'train' and 'eval', and another loss for the other: one forward "
+                "cannot serve both. Nothing was trained; compute the loss at the same place in both."
+            )
+        trainer.evaluation_loss, trainer.evaluation_metrics = (
+            measured.config.loss,
+            measured.evaluation_metrics,
+        )
 
     def _trained(self) -> Trainer | None:
         """The Trainer that has trained here, unless another Estimator has since gone on from what it saved."""

@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.config import job as jobs
-from shoal.data.tree import map_leaves
+from shoal.data.tree import leaves, map_leaves
 from shoal.errors import ConfigError
 from shoal.parallel.protocol import Piece
 from shoal.parallel.state import MODEL
+from shoal.train.arguments.arrays import is_arrays
 from shoal.train.callbacks.base import Callback
 from shoal.train.checkpoint.checkpoint import write_checkpoint
 from shoal.train.trainer import Trainer
@@ -113,12 +114,12 @@ class DistributedModel:
 
         _refuse("fit", others)
         if validation_split:
-            num = int(len(next(iter(_leaves(x)))) * (1 - validation_split))
+            num = int(len(next(leaves(x))) * (1 - validation_split))
             validation_data = map_leaves(lambda _, each: each[num:], (x, y))
             x, y = map_leaves(lambda _, each: each[:num], (x, y))
         trainer = self._built(x, callbacks, is_fit=True)
         said: dict[str, Any] = (
-            {} if y is None and not _is_raw(x) else {"batch_size": batch_size, "shuffle": shuffle}
+            {} if y is None and not is_arrays(x) else {"batch_size": batch_size, "shuffle": shuffle}
         )
         history = trainer.fit(x, y, epochs=epochs, validation_data=validation_data, **said)
         self._take_weights(trainer)
@@ -245,6 +246,15 @@ def _loss(model: Any, module: KerasModule) -> Callable[[Any, Any], Tensor]:
     return keras_loss
 
 
+_OPTIMIZERS = {
+    "SGD": {"momentum": "momentum", "nesterov": "nesterov"},
+    "Adam": {"eps": "epsilon", "amsgrad": "amsgrad"},
+    "RMSprop": {"alpha": "rho", "eps": "epsilon", "momentum": "momentum", "centered": "centered"},
+    "Adagrad": {"initial_accumulator_value": "initial_accumulator_value", "eps": "epsilon"},
+}
+"""Keras's name of an optimizer -> torch's name of a setting -> Keras's. torch.optim has them under the same names."""
+
+
 def _optimizer_options(optimizer: Any) -> dict[str, Any]:
     """Optimizer of torch, clipping and schedule that do what the compiled one of Keras does."""
     config, kind = optimizer.get_config(), type(optimizer).__name__
@@ -256,30 +266,16 @@ def _optimizer_options(optimizer: Any) -> dict[str, Any]:
             "and the callback EMA, as options of shoal.keras.distribute(model, ...)."
         )
     decay = config.get("weight_decay") or 0.0
-    by_kind: dict[str, dict[str, Any]] = {
-        "SGD": {"momentum": config.get("momentum"), "nesterov": config.get("nesterov")},
-        "Adam": {"betas": (config.get("beta_1"), config.get("beta_2")), "eps": config.get("epsilon")},
-        "RMSprop": {
-            "alpha": config.get("rho"),
-            "eps": config.get("epsilon"),
-            "momentum": config.get("momentum"),
-            "centered": config.get("centered"),
-        },
-        "Adagrad": {
-            "initial_accumulator_value": config.get("initial_accumulator_value"),
-            "eps": config.get("epsilon"),
-        },
-    }
     name = "Adam" if kind == "AdamW" else kind
-    if name not in by_kind or (decay and name != "Adam"):
-        what = f" with weight_decay={decay}" if name in by_kind else ""
+    if name not in _OPTIMIZERS or (decay and name != "Adam"):
+        what = f" with weight_decay={decay}" if name in _OPTIMIZERS else ""
         raise ConfigError(
             f"keras.optimizers.{kind}{what} has no counterpart in torch.optim that does the same. Nothing was trained; use one of "
-            f"{', '.join(by_kind)} or AdamW, or give one of torch's to shoal.keras.distribute(model, optimizer=...)."
+            f"{', '.join(_OPTIMIZERS)} or AdamW, or give one of torch's to shoal.keras.distribute(model, optimizer=...)."
         )
-    settings = by_kind[name] | (
-        {"weight_decay": decay, "amsgrad": config["amsgrad"]} if name == "Adam" else {}
-    )
+    settings = {ours: config[theirs] for ours, theirs in _OPTIMIZERS[name].items()}
+    if name == "Adam":
+        settings |= {"betas": (config["beta_1"], config["beta_2"]), "weight_decay": decay}
     rate, schedule = _rate(optimizer)
     options = {"optimizer": "adamw" if decay else name.lower(), "lr": rate, "optimizer_options": settings}
     if config.get("global_clipnorm"):
@@ -376,15 +372,3 @@ def _refuse(what: str, others: Mapping[str, Any]) -> None:
             f"{what}({asked[0]}=...) of Keras has no counterpart here. Nothing was started; leave it out (a dataset of shoal has weights, "
             "repeats and limits of its own)."
         )
-
-
-def _leaves(data: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(lambda _, each: found.append(each), data)
-    return found
-
-
-def _is_raw(data: Any) -> bool:
-    from shoal.train.arguments.arrays import is_arrays
-
-    return is_arrays(data)

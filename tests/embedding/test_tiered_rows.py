@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal import system
 from shoal.config.parallel_options import TABLE_KEEP
 from shoal.embedding.row_table import RowTable
 from shoal.embedding.tiered_rows import BLOCK, RowBudget, RowFile, TieredRows
@@ -137,7 +137,7 @@ def test_a_full_disk_is_told_before_anything_changes(tmp_path: Path, monkeypatch
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(system, "allocate", full)
     with pytest.raises(TablesFull, match=r"No space left on device.*the newest checkpoint is whole"):
         table.expect(np.arange(3 * BLOCK, 100 * BLOCK), 100)
     assert whole(table) == before

@@ -22,7 +22,7 @@ LAYERS = (
     {"collectives", "data", "embedding"},
     {"runtime", "engines"},
     {"config"},
-    {"errors"},
+    {"errors", "system"},
 )
 HEIGHT = {folder: -depth for depth, folders in enumerate(LAYERS) for folder in folders}
 FACADES = {
@@ -36,6 +36,7 @@ FACADES = {
     "shoal.memory",
     "shoal.nn",
     "shoal.spark",
+    "shoal.system",
 }
 
 TORCH = ("torch", "torchmetrics", "safetensors.torch")

@@ -47,6 +47,7 @@ from launched import Launched
 from typer.testing import CliRunner, Result
 
 from large_pages import use_large_pages
+from shoal import system
 from shoal.cli import app
 from shoal.cluster.launch.api import LaunchConfig, launch
 from shoal.cluster.launch.roles import PRELOAD_WITH_MESH, PRELOAD_WITH_SERVERS
@@ -74,7 +75,8 @@ def warm_parent(_own_sockets: None) -> Iterator[WarmParent]:
         "tests", preload=["shoal.train.metrics", PRELOAD_WITH_MESH, *PRELOAD_WITH_SERVERS]
     ) as warm:
         warm.wait_ready()
-        use_large_pages(warm.pid)
+        if system.IS_LINUX:
+            use_large_pages(warm.pid)
         yield warm
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 
+from shoal import system
 from shoal.cluster.launch import roles
 from shoal.cluster.launch.roles import decode_spec
 from shoal.runtime import failpoints
@@ -35,7 +36,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
         raise SystemExit("no room for anything")
     while True:
         try:
-            _serve(spec.number, spec.incarnation, f"/proc/self/fd/{fds['coordinator']}")
+            _serve(spec.number, spec.incarnation, system.path_of_way(fds["coordinator"]))
         except (OSError, EOFError):
             continue  # the coordinator was killed
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from launched import Launched
 
+from shoal import Faults
 from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint
 
 SCRIPT = """
@@ -107,3 +109,39 @@ def test_a_run_goes_on_at_another_number_of_workers(
     assert resumed[2] == straight[2]
     assert resumed[1] == pytest.approx(straight[1], rel=1e-4)
     assert resumed[0][-1] == pytest.approx(straight[0][-1], rel=1e-4)
+
+
+LONG_RUN = """
+import time, torch, shoal
+from shoal.callbacks import Callback, ModelCheckpoint
+
+class Slow(Callback):
+    def on_step_end(self, trainer, logs):
+        time.sleep(0.1)
+
+x = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
+trainer = shoal.Trainer(
+    torch.nn.Linear(4, 1),
+    loss="mse",
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+    callbacks=[ModelCheckpoint(every_steps=1, keep_last=1, keep_every_hours=1 / 3600, directory="saved"), Slow()],
+)
+trainer.fit(shoal.Dataset.from_arrays((x, x.sum(1, keepdim=True))).batch(8), epochs=1)
+"""
+
+
+def test_of_a_long_run_a_checkpoint_stays_for_every_so_many_hours(
+    launch_script: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """An hour is a second here; rank 0, which removes the others, dies in the middle of it."""
+    done = launch_script(LONG_RUN, workers=2, faults=Faults().kill("worker-0", at_step=25))
+    assert done.exit_code == 0, done.error
+    kept = [Path(path) for path in list_checkpoints(tmp_path / "saved")]
+    assert kept[0].name == "step-000000001"
+    assert kept[-1].name == "step-000000050"
+    *written, _last = [(path / "manifest.json").stat().st_mtime for path in kept]
+    apart = [later - earlier for earlier, later in pairwise(written)]
+    assert len(apart) >= 3  # 50 steps of a tenth of a second and more
+    assert all(each >= 1.0 for each in apart), apart
+    assert min(apart) < 2.5, apart  # and none was removed that should have stayed
+    open_checkpoint(kept[1])

@@ -146,6 +146,32 @@ def test_hooks_are_those_of_their_train_and_steps_bound_endless_data(tmp_path: P
     assert later.evaluate(lambda: data().repeat().batch(8), steps=2) == pytest.approx(measured)
 
 
+def test_validation_within_training_is_by_the_loss_and_metrics_of_eval(tmp_path: Path) -> None:
+    def by_mode(features: Any, mode: ModeKeys) -> EstimatorSpec:
+        is_eval = mode is ModeKeys.EVAL
+        return EstimatorSpec(
+            mode=mode,
+            model=nn.Linear(4, 1),
+            loss=nn.L1Loss() if is_eval else nn.MSELoss(),
+            optimizer=lambda params: torch.optim.SGD(params, 0.01),
+            eval_metric_ops=[MeanAbsoluteError()] if is_eval else (),
+        )
+
+    seen: list[dict[str, float]] = []
+
+    class Watching(Callback):
+        def on_validation_end(self, trainer: Any, logs: Any) -> None:
+            seen.append(logs)
+
+    one = Estimator(by_mode, model_dir=str(tmp_path / "model"))
+    train = TrainSpec(lambda: data().repeat().batch(8), max_steps=6, hooks=[Watching()])
+    measured, _ = train_and_evaluate(one, train, EvalSpec(lambda: data().batch(8)))
+    assert seen[-1]["val_loss"] == pytest.approx(measured["loss"])
+    assert seen[-1]["val_mean_absolute_error"] == pytest.approx(
+        measured["loss"]
+    )  # the L1 loss is that metric
+
+
 TWO = """
 import shoal, torch
 from shoal.estimator import Estimator, EstimatorSpec

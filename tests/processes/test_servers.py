@@ -40,7 +40,7 @@ Launch = Callable[..., Launched]
 @pytest.fixture(scope="module")
 def warm_parent() -> Iterator[WarmParent]:
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.path.dirname(__file__)
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *([before] if before else [])])
     try:
         warm = WarmParent("tests", preload=["stub_server"])
     finally:

@@ -17,10 +17,11 @@ LOGGED: dict[str, tuple[str, ...]] = {
     "gan": ("loss", "critic"),
     "named": ("loss", "fit", "balance"),
     "scaled": (),
+    "scaled-fused": (),
 }
 
 
-@pytest.mark.parametrize("kind", ["gan", "named", "scaled"])
+@pytest.mark.parametrize("kind", LOGGED)
 def test_several_losses_train_and_log_as_in_one_process(
     launch_script: Launch, tmp_path: Path, kind: str
 ) -> None:
@@ -32,7 +33,7 @@ def test_several_losses_train_and_log_as_in_one_process(
         assert done.exit_code == 0, done.error
         lines = [json.loads(line) for line in (done.run_dir / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [
-            *range(1, 10 if kind == "scaled" else 11)
+            *range(1, 10 if kind.startswith("scaled") else 11)
         ]  # one is skipped
         logged = {name: torch.tensor([line[name] for line in lines]) for name in LOGGED[kind]}
         ends.append(load_file(tmp_path / f"{workers}") | logged)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from shoal import system
 from shoal.errors import WireError
 from shoal.runtime.forkserver import messages
 from shoal.runtime.forkserver.client import ForkedServer, ForkServerGone
@@ -31,7 +31,7 @@ MESSAGES = [
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = system.packet_pair()
     with ours, theirs:
         yield ours, theirs
 
@@ -52,7 +52,7 @@ def test_descriptors_travel_with_a_message_and_are_closed_on_exec(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, theirs = pair
-    memory = messages.memfd_with(b"what to do" * 100_000)
+    memory = messages.file_with(b"what to do" * 100_000)
     messages.send(ours, Fork("worker", "", ["spec"]), [memory])
     os.close(memory)
     received = messages.receive_command(theirs)
@@ -87,15 +87,16 @@ def test_a_server_that_hears_nonsense_ends_its_children_and_itself(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, theirs = pair
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    child, ended = system.fork()
+    if child == 0:
+        os.execvp("sleep", ["sleep", "600"])
     server = ForkServer(theirs, nothing, own_sessions=True, allow_threads=False)
-    server._pidfds[child.pid] = os.pidfd_open(child.pid)
+    server._ended[child] = ended
     ours.send(b"nonsense")
     with pytest.raises(WireError):
         server.serve()
-    assert not psutil.pid_exists(child.pid), "killed and reaped"
-    child.wait()
-    os.close(server._pidfds.pop(child.pid))
+    assert not psutil.pid_exists(child), "killed and reaped"
+    os.close(ended)
     server._selector.close()
 
 
@@ -140,7 +141,7 @@ def test_children_get_their_role_and_descriptors_and_their_ends_are_told(forked:
     children = [forked.fork(role, title="shoal test", fds={"out": writer}) for role in ("ab", "cde")]
     assert [forked.exit_code(child.pid, within_s=10.0) for child in children] == [2, 3]
     assert sorted(os.read(reader, 10)) == sorted(b"abcde")
-    for fd in (reader, writer, *(child.pidfd for child in children)):
+    for fd in (reader, writer, *(child.ended for child in children)):
         os.close(fd)
 
 
@@ -148,9 +149,9 @@ def test_a_server_that_is_killed_takes_its_children_along_and_says_so() -> None:
     server = ForkedServer(lambda role, fds: signal.pause() or 0, title="shoal test")
     child = server.fork("", title="shoal test", fds={})
     os.kill(server.pid, signal.SIGKILL)
-    assert is_readable(child.pidfd, 10.0)
+    assert is_readable(child.ended, 10.0)
     assert not server.is_alive
     with pytest.raises(ForkServerGone):
         server.exits()
-    os.close(child.pidfd)
+    os.close(child.ended)
     server.close()

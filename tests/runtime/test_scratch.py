@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shoal import system
+
 MAKES = "import os, sys\nfrom shoal.runtime import scratch\nprint(scratch.directory('copies'), flush=True)\n"
 
 
@@ -25,7 +27,6 @@ def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path: Path) -> No
     assert left.is_relative_to(tmp_path)
     alive = tmp_path / "shoal-scratch-alive"
     alive.mkdir()
-    stat = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()
-    (alive / "owner").write_text(f"{os.getpid()} {stat[19]}")
+    (alive / "owner").write_text(f"{os.getpid()} {system.start_of(os.getpid())}")
     run("")
     assert list(tmp_path.iterdir()) == [alive], "a living process keeps its own"

@@ -167,7 +167,7 @@ def test_a_partial_load_needs_its_word_and_tells_what_it_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(net(num_classes=5).state_dict(), tmp_path / "five.pth")
-    with pytest.raises(ConfigError, match=r"so 2 would begin with random weights.*init_partial=True"):
+    with pytest.raises(ConfigError, match=r"so '2' would begin with random weights.*init_partial=True"):
         trainer(init_from=tmp_path / "five.pth").summary()
     begun = trainer(init_from=tmp_path / "five.pth", init_partial=True)
     begun.summary()

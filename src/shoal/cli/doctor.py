@@ -26,6 +26,7 @@ from typing import Any
 import typer
 
 import shoal
+from shoal import system
 from shoal.cli.options import RunDir
 from shoal.cli.verb import console
 from shoal.config.strategy import STRATEGIES
@@ -105,7 +106,7 @@ def cgroup_memory_bytes() -> int | None:
 def shared_memory() -> Finding:
     """Anonymous shared memory, written through one mapping and read through another."""
     try:
-        descriptor = os.memfd_create("shoal-doctor")
+        descriptor = system.anonymous_file("shoal-doctor")
         try:
             os.ftruncate(descriptor, mmap.PAGESIZE)
             with mmap.mmap(descriptor, mmap.PAGESIZE) as one, mmap.mmap(descriptor, mmap.PAGESIZE) as other:
@@ -114,8 +115,12 @@ def shared_memory() -> Finding:
                     raise OSError("what one mapping writes the other does not see")
         finally:
             os.close(descriptor)
-    except (AttributeError, OSError) as error:
-        return fail("shared memory", f"memfd_create: {error}", "shoal needs Linux 3.17 or newer")
+    except OSError as error:
+        return fail(
+            "shared memory", str(error), "shoal needs Linux 3.17 or newer, or room in the temporary directory"
+        )
+    if not system.IS_LINUX:
+        return ok("shared memory", "unlinked files of the temporary directory")
     try:
         room = shutil.disk_usage("/dev/shm")
     except OSError as error:

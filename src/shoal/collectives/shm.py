@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal import system
 from shoal.collectives import shm_layout as layout
 from shoal.collectives.reducer import Native, OverNative
 from shoal.collectives.shm_layout import KERNELS
@@ -149,7 +150,7 @@ class Shm(OverNative):
         self.rank, self.num_workers = self._ranks.index(group.rank), len(self._ranks)
         self._group, self._is_broken, self._timeout_s = group, is_broken, timeout_s
         # A rank that spins while another has no core keeps it from coming.
-        cores = num_cores or len(os.sched_getaffinity(0))
+        cores = num_cores or len(system.cores())
         self._looks = _LOOKS if cores >= self.num_workers else 0
         num, self._chunk_bytes = self.num_workers, CHUNK_BYTES
         mapped = self._map(num * (3 * layout.LINE + NUM_CHUNKS * CHUNK_BYTES))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal import system
 from shoal.collectives.exchanges import TorchP2P
 from shoal.collectives.reducer import Native, Reducer, Threaded
 from shoal.collectives.schemes import broadcast
@@ -191,7 +192,7 @@ class BatchNormRanks(RanksOfBatch):
             return
         self.leave()
         group = Native(rank=self._job.rank, num_workers=self._job.num_workers, is_broken=self._is_broken)
-        if self._job.num_hosts == 1 and platform.machine() in ("x86_64", "AMD64"):
+        if self._job.num_hosts == 1 and system.IS_LINUX and platform.machine() in ("x86_64", "AMD64"):
             self._way = Shm.open(self._job, group, self._ranks)
         else:
             p2p = TorchP2P(group, self._ranks, tag=_TAG)

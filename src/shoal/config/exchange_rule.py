@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal import system
+
 Measured = Mapping[int, Mapping[int, Mapping[str, float]]]
 """Seconds by number of workers, bytes and exchange."""
 
@@ -47,7 +49,7 @@ def parse(rule: str) -> list[tuple[float, str]]:
 
 
 def built_in(*, num_workers: int, num_hosts: int, processor: str) -> str:
-    if processor not in ORDERED or (num_hosts > 1 and num_workers <= num_hosts):
+    if not system.IS_LINUX or processor not in ORDERED or (num_hosts > 1 and num_workers <= num_hosts):
         return ONE_EACH
     return ON_ONE_HOST if num_hosts == 1 else ON_SEVERAL
 

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shoal import system
 from shoal.config import placement
 from shoal.config import strategy as strategies
 from shoal.config.choices import (
@@ -181,6 +182,11 @@ def check(options: ParallelOptions, *, strategy: str, num_workers: int, num_host
         raise ConfigError(
             f"the exchange 'shm' sums through memory that all workers share, and they are on {num_hosts} hosts. Nothing was "
             "started; use --exchange native."
+        )
+    if options.exchange == "shm" and not system.IS_LINUX:
+        raise ConfigError(
+            "the exchange 'shm' opens the memory of another worker through /proc, which only Linux has. Nothing was started; use "
+            "--exchange native."
         )
     if options.tls and options.exchange != "ring":
         raise ConfigError(

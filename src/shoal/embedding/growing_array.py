@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from shoal import system
+
 _RESERVED_BYTES = 16 << 30
-_MAP_NORESERVE = 0x4000  # Linux; the standard library names it from 3.13 on
 _HUGE_PAGE = 2 << 20
 _HUGE_FROM_BYTES = 32 << 20
 
@@ -39,20 +40,29 @@ class GrowingArray:
         wanted = num_rows * self.row_bytes
         if wanted > len(self._memory):
             del self.array  # the kernel may move the mapping, which nobody may look at meanwhile
-            self._memory.resize(_in_pages(max(wanted, 2 * len(self._memory))))
+            num_bytes = _in_pages(max(wanted, 2 * len(self._memory)))
+            if system.IS_LINUX:
+                self._memory.resize(num_bytes)
+            else:
+                self._memory = _moved(self._memory, len(self._memory), num_bytes)
             self._view()
         if wanted > _HUGE_FROM_BYTES and self._huge_from > wanted:
             # Large tables are touched all over: fewer, larger pages. Small ones must not round up to 2 MiB.
             self._huge_from = start = -(-wanted // _HUGE_PAGE) * _HUGE_PAGE
             if start < len(self._memory):
-                self._memory.madvise(mmap.MADV_HUGEPAGE, start)
+                system.use_huge_pages(self._memory, start)
 
     def shrink(self, num_rows: int) -> None:
         """Give back the memory of rows from `num_rows` on; they are zeros again."""
         start = num_rows * self.row_bytes
         whole_pages = _in_pages(start)
-        if whole_pages < len(self._memory):
+        if whole_pages < len(self._memory) and system.IS_LINUX:
             self._memory.madvise(mmap.MADV_DONTNEED, whole_pages)
+        elif whole_pages < len(
+            self._memory
+        ):  # elsewhere that is only a hint, and leaves the rows as they were
+            self._memory = _moved(self._memory, whole_pages, len(self._memory))
+            self._view()
         end = min(whole_pages, len(self.array) * self.row_bytes) // self.row_bytes
         self.array[num_rows : max(end, num_rows)] = 0
 
@@ -61,8 +71,15 @@ def _in_pages(num_bytes: int) -> int:
     return max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
+def _moved(memory: mmap.mmap, num_bytes: int, room: int) -> mmap.mmap:
+    """The first bytes in a mapping of their own, of another size."""
+    moved = _reserved(room)
+    moved[:num_bytes] = memory[:num_bytes]
+    return moved
+
+
 def _reserved(num_bytes: int) -> mmap.mmap:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | system.NO_RESERVE
     while True:
         try:
             return mmap.mmap(-1, num_bytes, flags=flags)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from shoal import system
 from shoal.embedding.growing_array import GrowingArray
 from shoal.errors import TableMemoryTooSmall, TablesFull
 from shoal.runtime.kernel_cache import INT, floating_kernel, inlined, kernel, matrix, types, vector
@@ -240,12 +240,12 @@ class RowFile:
         size = _in_pages(max(wanted, self.num_bytes + max(_STEP_BYTES, self.num_bytes // 4)))
         try:
             if self._fd is None:
-                self._fd = _open_unnamed(self._directory)
+                self._fd = system.temporary_file(self._directory)
             try:
-                os.posix_fallocate(self._fd, self.num_bytes, size - self.num_bytes)
+                system.allocate(self._fd, self.num_bytes, size - self.num_bytes)
             except OSError:
                 size = _in_pages(wanted)  # a nearly full disk may have room for just these
-                os.posix_fallocate(self._fd, self.num_bytes, size - self.num_bytes)
+                system.allocate(self._fd, self.num_bytes, size - self.num_bytes)
         except OSError as error:
             raise TablesFull(
                 directory=self._directory,
@@ -256,8 +256,10 @@ class RowFile:
         self.array = np.empty((0, self._width), self._dtype)  # nobody may look while the mapping moves
         if self._memory is None:
             self._memory = mmap.mmap(self._fd, size)
-        else:
+        elif system.IS_LINUX:
             self._memory.resize(size)
+        else:
+            self._memory = mmap.mmap(self._fd, size)  # the old mapping ends with the last view of it
         self._memory.madvise(mmap.MADV_RANDOM)
         self.num_bytes = size
         count = size // self._row_bytes
@@ -278,15 +280,6 @@ class RowFile:
 
 def _in_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
-
-
-def _open_unnamed(directory: str) -> int:
-    try:
-        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-    except OSError:  # some file systems have no such thing
-        fd, path = tempfile.mkstemp(dir=directory)
-        os.unlink(path)
-        return fd
 
 
 _ROWS = vector(types.int32)

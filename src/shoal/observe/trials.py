@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal import system
 from shoal.errors import ClusterError
 from shoal.observe import record as records
 from shoal.observe import runs
-from shoal.runtime.forkserver.server import die_with_parent
 
 POLL_S = 0.2
 LAST_BYTES = 8 << 10
@@ -30,7 +30,7 @@ END_S = 90.0
 
 def _end_with_parent() -> None:
     """However the process that measures ends, its run saves and leaves; it would train on for hours."""
-    die_with_parent(None, signal.SIGTERM)
+    system.program_dies_with_parent(signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

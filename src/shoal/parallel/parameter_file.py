@@ -27,6 +27,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shoal import system
+
 LEAST_BYTES = 1 << 20
 """Smaller parameters stay in memory: they are not worth a page table entry each."""
 
@@ -223,7 +225,7 @@ class _FileChunk:
 
     def reserve(self, num_bytes: int, page_bytes: int) -> Tensor:
         # Without the reservation a full disk is a SIGBUS at some later write.
-        os.posix_fallocate(self._file.fileno(), self._used, num_bytes)
+        system.allocate(self._file.fileno(), self._used, num_bytes)
         place = torch.frombuffer(self._map, dtype=torch.uint8, offset=self._used, count=num_bytes)
         self._used += _rounded(num_bytes, page_bytes)
         return place

@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from shoal import system
 from shoal.runtime.transport import tcp
 from shoal.runtime.transport.tcp import Address
 
@@ -42,7 +43,7 @@ class SocketsBefore:
     """The sockets of this process before groups are formed, so that theirs can be told from others."""
 
     def __init__(self, *, on_loopback: bool) -> None:
-        self._before, self._on_loopback = _open_sockets(), on_loopback
+        self._before, self._on_loopback = system.open_sockets(), on_loopback
 
     def connections(self) -> dict[int, str]:
         """New connections over the group's interface: descriptor -> which socket that is."""
@@ -63,7 +64,7 @@ class SocketsBefore:
         return found
 
     def _new(self) -> list[tuple[int, str]]:
-        return [(fd, which) for fd, which in _open_sockets().items() if self._before.get(fd) != which]
+        return [(fd, which) for fd, which in system.open_sockets().items() if self._before.get(fd) != which]
 
     def _is_over_interface(self, peer: str) -> bool:
         # A connection that another thread opened at the same moment leads elsewhere.
@@ -127,7 +128,7 @@ def drop_packets(listeners: Mapping[int, Address]) -> None:
     # The return instruction of a filter program: keep 0 bytes of the packet.
     drop = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
     program = struct.pack("@HP", 1, ctypes.addressof(drop))
-    for fd in listeners:
+    for fd in listeners if system.IS_LINUX else ():
         # Where a kernel has no filters strangers are still found out: `find_stranger` looks at every connection.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
             sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
@@ -137,8 +138,7 @@ def drop_packets(listeners: Mapping[int, Address]) -> None:
 @contextlib.contextmanager
 def all_descriptors() -> Iterator[None]:
     """Raise the limit of open files as far as it goes: gloo aborts where strangers use them up before the filter is on."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = system.raise_open_files()
     try:
         yield
     finally:
@@ -149,7 +149,7 @@ def shut(sockets: Mapping[int, str]) -> None:
     """End these connections. Their owners notice, and close them."""
     for fd, which in sockets.items():
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{fd}") != which:
+            if system.socket_identity(fd) != which:
                 continue  # closed, and its number used for something else
             with socket.socket(fileno=os.dup(fd)) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
@@ -163,17 +163,6 @@ def _origin(end: End) -> str:
             return f"is from a process of user {uid}"
         return f"was from {theirs[0]} port {theirs[1]}, which has closed it"
     return f"is from {theirs[0]} port {theirs[1]}"
-
-
-def _open_sockets() -> dict[int, str]:
-    """This process's sockets: descriptor -> which socket that is."""
-    found = {}
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed since it was listed
-            which = os.readlink(f"/proc/self/fd/{fd}")
-            if which.startswith("socket:"):
-                found[int(fd)] = which
-    return found
 
 
 def _inodes(pid: int) -> set[int]:

@@ -16,7 +16,6 @@ import ipaddress
 import itertools
 import os
 import secrets
-import select
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
+from shoal import system
 from shoal.cluster.coordinator.store_table import prefix_of
 from shoal.cluster.worker import session
 from shoal.cluster.worker.coordinator_client import GRACE_S, CoordinatorClient
@@ -262,7 +262,7 @@ ASK_EVERY_S = 0.5
 BURIAL_S = 0.25
 """How long the end of a group's threads is waited for: they take milliseconds, or all of their time-out."""
 
-interface = "lo"
+interface = system.LOOPBACK
 """Network interface of the group's connections: another one where the workers are on several hosts."""
 
 _view: int | None = None  # the view whose group this process is in
@@ -311,7 +311,7 @@ def form_group(job: Job, view: int) -> None:
             "was trained; leave init_process_group out of a script that is started with `shoal run`."
         )
     backend = device_group.backend_for(job)
-    named = job.interfaces or (interface_of(job.bind_address) if job.bind_address else "lo")
+    named = job.interfaces or (interface_of(job.bind_address) if job.bind_address else system.LOOPBACK)
     interface = named.partition(",")[0]  # hosts may have different numbers of them, which gloo cannot
     # Before they look: otherwise they take the interface that the host's name leads to.
     os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -321,7 +321,7 @@ def form_group(job: Job, view: int) -> None:
     # torch names groups by how often it has begun one, counting those that failed: the ranks would look for each other
     # under different names.
     _world.group_count = 0
-    before = SocketsBefore(on_loopback=interface == "lo")
+    before = SocketsBefore(on_loopback=interface == system.LOOPBACK)
     excepthook = sys.excepthook
     try:
         store = PrefixStore(prefix_of(view), _open_store(job, view))
@@ -348,7 +348,7 @@ def form_group(job: Job, view: int) -> None:
 def interface_of(address: str) -> str:
     """Name of the network interface with this address."""
     if ipaddress.ip_address(address).is_loopback:
-        return "lo"
+        return system.LOOPBACK
     if (name := interfaces.of_address(address)) is not None:
         return name
     raise ConfigError(
@@ -380,7 +380,7 @@ def forming_within() -> Iterator[None]:
     Else a rank that leaves the view would let down those who wait for it in one of them: they would sit out the time-out.
     """
     global _num_formed_within
-    before = SocketsBefore(on_loopback=interface == "lo")
+    before = SocketsBefore(on_loopback=interface == system.LOOPBACK)
     job, view = jobs.current(), _view
     try:
         with group_sockets.all_descriptors():
@@ -402,15 +402,9 @@ def is_broken() -> bool:
     A host that loses power or its link closes nothing: with several hosts the
     coordinator is asked whether somebody has come to replace a lost rank.
     """
-    watcher = select.poll()
-    for fd, which in _sockets.items():
-        try:
-            if os.readlink(f"/proc/self/fd/{fd}") != which:
-                return True
-        except OSError:
-            return True
-        watcher.register(fd, select.POLLRDHUP)
-    return bool(watcher.poll(0)) or _is_closed_view()
+    if any(system.socket_identity(fd) != which for fd, which in _sockets.items()):
+        return True
+    return system.is_closed_by_peer(_sockets) or _is_closed_view()
 
 
 def _is_closed_view() -> bool:
@@ -542,7 +536,7 @@ def _wait_for_ranks(store: ShoalStore, job: Job, view: int) -> None:
     """Wait until all ranks are here. torch would wait too, but could not say for whom."""
     global _pids
     rank_of = {f"{prefix_of(view)}/here/{rank}": f"rank {rank}" for rank in range(job.num_workers)}
-    here = f"{os.readlink('/proc/self/ns/pid')}@{job.host_address}"
+    here = f"{system.namespace()}@{job.host_address}"
     store.set(f"{prefix_of(view)}/here/{job.rank}", f"{os.getpid()} {here}")
     try:
         told = [each.decode().split() for each in store.multi_get(list(rank_of))]

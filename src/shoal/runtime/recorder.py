@@ -21,7 +21,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import socket
 import threading
 import time
@@ -32,6 +31,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
+from shoal import system
 from shoal.runtime.transport import framing
 from shoal.runtime.transport.messages.supervisor import Activity
 
@@ -254,8 +254,8 @@ class Sampler:
             "samples": since["samples"],
             "seconds": {name: round(s, 5) for name, s in spent if s > 5e-6 and name not in ("other", "step")},
             "bytes": {"sent": since["sent"], "received": since["received"]},
-            "rss_bytes": _resident_bytes(),
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "rss_bytes": system.resident_bytes(),
+            "peak_bytes": system.peak_bytes(),
             "cpu_s": round(since["cpu_s"], 4),
         }
         return line | (r.facts() if r.facts is not None else {})
@@ -285,7 +285,7 @@ def trace_folder(run_dir: str | Path) -> Path:
 
 def over(status_fd: int) -> Callable[[str], bool]:
     """`send` by a status socket, which is never waited for."""
-    status = socket.socket(fileno=status_fd)
+    status = system.packet_socket(status_fd)
     status.setblocking(False)
 
     def send(line: str) -> bool:
@@ -296,14 +296,6 @@ def over(status_fd: int) -> Callable[[str], bool]:
         return True
 
     return send
-
-
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 # ---- the file of spans ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from shoal import system
 from shoal.config import job as jobs
 from shoal.runtime import own_files
 
@@ -40,7 +41,7 @@ def _root() -> Path:
         return job.run_dir / NAME
     if _own is None:
         place = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        (place / _OWNER).write_text(f"{os.getpid()} {_started(os.getpid())}")
+        (place / _OWNER).write_text(f"{os.getpid()} {system.start_of(os.getpid())}")
         _own = os.getpid(), place
         atexit.register(_remove)
         _sweep(place.parent)
@@ -60,7 +61,7 @@ def _sweep(parent: Path) -> None:
             owner = _owner_of(place)
         except (OSError, ValueError):
             continue  # another user's, or it is being made, or taken away, just now
-        if _started(owner[0]) != owner[1]:
+        if system.start_of(owner[0]) != owner[1]:
             shutil.rmtree(place, ignore_errors=True)
 
 
@@ -72,11 +73,3 @@ def _owner_of(place: Path) -> tuple[int, str]:
     finally:
         os.close(directory)
     return int(pid), started
-
-
-def _started(pid: int) -> str:
-    """When a process began, by the kernel's clock, which tells it from a later one of its number; "" without it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""

@@ -10,6 +10,8 @@ def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
+        if not hasattr(signal, "SIGRTMIN"):
+            return f"signal {number}"
         after_first = number - signal.SIGRTMIN
         return (
             f"SIGRTMIN+{after_first}" if after_first > 0 and number < signal.SIGRTMAX else f"signal {number}"

@@ -19,7 +19,7 @@ from shoal.data.tree import Tree, concatenate, leaves, map_tensors
 from shoal.errors import EmptyDataset, Interrupted, TrainingError
 from shoal.parallel import gathering
 from shoal.parallel.compute import autocast, place
-from shoal.parallel.loss import OutputKind
+from shoal.parallel.loss import LossRule, OutputKind
 from shoal.parallel.protocol import Strategy, TrainJob
 from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
@@ -43,8 +43,13 @@ def evaluate(
     num_workers: int,
     tick: Tick,
     num_batches: int = 0,
+    loss: LossRule | None = None,
 ) -> dict[str, float]:
-    """Mean loss and metrics over all of `batches`, or the first `num_batches`, equal on every rank."""
+    """Mean loss and metrics over all of `batches`, or the first `num_batches`, equal on every rank.
+
+    `loss` in the place of the one that is trained.
+    """
+    loss = loss or job.loss
     metrics.reset()
     sums = torch.zeros(2, dtype=torch.float64)
     for part in _slices(batches, rank, num_workers, what="evaluate", num_batches=num_batches):
@@ -57,10 +62,10 @@ def evaluate(
             gathering.over(part),
         ):  # as in training: a loss rounds less than the layers before it
             # Of a borrowed sample too: a loss that reads parameters may have to gather them, with all ranks.
-            total, count = job.loss(output, target, max(part.num_local, 1), part.num_global, weight)
+            total, count = loss(output, target, max(part.num_local, 1), part.num_global, weight)
         if not part.borrowed:
             sums += torch.tensor([float(total), count], dtype=torch.float64)
-            metrics.update(job.loss.predictions(output), target, part.num_local)
+            metrics.update(loss.predictions(output), target, part.num_local)
         tick(part)
         failpoint("worker: evaluating")
     total, count = strategy.reduce(sums).tolist()

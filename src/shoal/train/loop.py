@@ -541,6 +541,7 @@ class FitLoop:
             num_workers=self._trainer.num_workers,
             tick=lambda part: None,
             num_batches=self._trainer.config.fast_dev_run or self._validation_steps or 0,
+            loss=self._trainer.evaluation_loss,
         )
         logs = {f"val_{name}": value for name, value in measured.items()}
         self._callbacks.call("on_validation_end", self._trainer, logs)

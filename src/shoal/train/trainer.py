@@ -340,6 +340,7 @@ class Trainer:
         kind, ignored = self.config.loss.outputs_are, getattr(loss, "ignore_index", None)
         self.train_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
         self.evaluation_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
+        self.evaluation_loss: LossRule | None = None
         self.callbacks = self._callback_list(callbacks)
         self._average_decay = average_decay(self.callbacks)
         self.verification = Verification(self.job.verify, rank=self.rank) if self.job.verify else None
@@ -513,6 +514,7 @@ class Trainer:
                 num_workers=self.num_workers,
                 tick=pass_reporter("evaluate", batches.num_steps(self.num_workers), self.progress),
                 num_batches=self.config.fast_dev_run or steps or 0,
+                loss=self.evaluation_loss,
             )
         self.progress.results.append(dict(measured))
         return call.end(measured, kept=dict(measured))

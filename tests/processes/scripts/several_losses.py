@@ -50,9 +50,11 @@ if sys.argv[2] == "gan":
             average.update_parameters(fake)
     for name, model in (("fake", fake), ("critic", critic), ("average", average)):
         results |= {f"{name}/{key}": value.clone() for key, value in model.state_dict().items()}
-elif sys.argv[2] == "scaled":
+elif sys.argv[2].startswith("scaled"):
     model = mlp(3, 6, 8, 3)
-    model, optimizer, batches = shoal.setup(model, torch.optim.Adam(model.parameters(), lr=0.01), pairs)
+    fused = sys.argv[2] == "scaled-fused"
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
+    model, optimizer, batches = shoal.setup(model, optimizer, pairs)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     for epoch in range(2):
         for number, (a, b) in enumerate(batches):

@@ -22,13 +22,14 @@ from pathlib import Path
 
 import msgspec
 
+from shoal import system
 from shoal.cluster.hosts.joining import Admission
 from shoal.cluster.hosts.run_copy import RunCopy
 from shoal.cluster.launch import roles
 from shoal.cluster.supervisor.sockets import listen_unnamed
 from shoal.cluster.supervisor.supervisor import SignalInbox
 from shoal.cluster.supervisor.warm_parent import WarmParent
-from shoal.cluster.supervisor.worker_handle import MAX_STATUS_BYTES, is_stopped
+from shoal.cluster.supervisor.worker_handle import MAX_STATUS_BYTES
 from shoal.cluster.worker import process as worker_process
 from shoal.config.launch import RunConfig
 from shoal.errors import ClusterError, ShoalError, WireError
@@ -203,7 +204,7 @@ class HostAgent:
             return
         if now >= self._beat_at + self._start.heartbeat_interval_s:
             self._beat_at = now
-            stopped = [child.serial for child in self._children.values() if is_stopped(child.pid)]
+            stopped = [child.serial for child in self._children.values() if system.is_stopped(child.pid)]
             self._say(Heartbeat(stopped))
         wait_s = (
             min(self._heard_at + self._start.dead_after_s, self._beat_at + self._start.heartbeat_interval_s)
@@ -362,7 +363,7 @@ class HostAgent:
                 os.set_blocking(ours, False)
                 pipes[ours] = name
             if command.has_status:
-                status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                status, their_status = system.packet_pair()
                 status.setblocking(False)
                 theirs["status"] = their_status.fileno()
             fds = dict(theirs)
@@ -500,7 +501,7 @@ class HostAgent:
         for seat in self._servers.values():
             seat.listener.close()
             seat.tcp.close()
-            os.close(seat.way_in)
+            system.close_way(seat.way_in)
         self._selector.close()
 
 

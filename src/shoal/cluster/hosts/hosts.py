@@ -9,7 +9,6 @@ the home is lost, another host with room takes its processes.
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import queue
 import select
@@ -21,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from shoal import system
 from shoal.cluster.hosts import placement
 from shoal.cluster.hosts.remote_host import RemoteHost
 from shoal.cluster.supervisor.warm_parent import WarmParent
@@ -518,7 +518,7 @@ class Hosts:
 
     def _num_cores(self, number: int) -> int:
         if number == HEAD:
-            return len(os.sched_getaffinity(0))
+            return len(system.cores())
         assert self.cluster is not None
         seat = self.cluster.door.seats.get(number)
         return seat.num_cores if seat is not None else 0

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from shoal import system
 from shoal.cluster.jobqueue.queue import JobState, Queue, QueueEntry
 from shoal.cluster.jobqueue.scheduler import (
     Action,
@@ -158,7 +159,7 @@ class Runner:
     def _place(self, job: QueueEntry, hosts: tuple[str, ...]) -> dict[str, object]:
         """Hosts, and the numbers of this machine's cores and GPUs that nobody else has."""
         taken = [each.placed for each in self._queue.jobs(JobState.RUNNING)]
-        cores, gpus = sorted(os.sched_getaffinity(0)), _gpus()
+        cores, gpus = system.cores(), _gpus()
         amount = next(iter(self._pool.hosts.values()))
         # Where more cores are shared out than there are, nobody has cores of its own.
         free = [each for each in cores if not any(each in placed["cores"] for placed in taken)]
@@ -181,7 +182,7 @@ class Runner:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores and system.IS_LINUX else None,
             )
         except (OSError, subprocess.SubprocessError) as error:  # its folder is gone, or its cores are
             self._finish(job, JobState.FAILED, None, f"its process could not be started: {error}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import resource
 
+from shoal import system
 from shoal.cluster.supervisor.servers import max_servers
 from shoal.config.launch import LaunchConfig
 from shoal.errors import ConfigError
@@ -63,7 +63,7 @@ def refuse_too_large(
 
 def refuse_more_than_can_be_opened(num_workers: int, num_servers: int) -> None:
     """Refuse what would run out of open files while it is started."""
-    needed = len(os.listdir("/proc/self/fd")) + FILES_PER_WORKER * num_workers + SPARE_FILES
+    needed = len(system.open_descriptors()) + FILES_PER_WORKER * num_workers + SPARE_FILES
     needed += (FILES_PER_SERVER + FILES_PER_SERVER_ADDRESS) * max_servers(num_servers)
     in_server = (
         FILES_PER_PEER * (num_workers + max_servers(num_servers)) + SPARE_FILES + SERVER_SPARE_FILES

@@ -6,7 +6,7 @@ code it returns. A server's descriptors are
 
     listener        its own listening Unix socket, which outlives every incarnation
     tcp_listener    its socket for other hosts, where the job has any
-    coordinator     the coordinator's socket (O_PATH): connect to /proc/self/fd/N
+    coordinator     the way to the coordinator's socket: see `system.path_of_way`
     server-0, ...   the socket of each server there may be, this one included
 
 and whatever is on another host has an address in the spec instead.

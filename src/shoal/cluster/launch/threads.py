@@ -21,6 +21,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal import system
+
 _VECTOR_FUNCTIONS = (
     *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "exp", "expm1", "log", "log10", "log1p", "log2"),
     *("sin", "sinh", "sqrt", "tan", "tanh"),
@@ -30,7 +32,7 @@ _VECTOR_FUNCTIONS = (
 
 def available_cores() -> int:
     """Cores this process may use: its affinity, or the control group's quota where that is less."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(system.cores())
     with contextlib.suppress(OSError, ValueError):
         quota_us, period_us = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if quota_us != "max":

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal import system
 from shoal.config.hosts import DEFAULT_PORT, HostsConfig, parse_bind
 from shoal.config.launchers import World, forget, world_of
 from shoal.engines.protocol import KEY_VARIABLE
@@ -45,7 +46,7 @@ def enter(engine: str) -> World | None:
     forget(os.environ)
     if world.launcher == "mpirun" and world.local_size > 1:
         # mpirun bound each process to cores of its own, and this one has the workers of all.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # macOS binds nobody
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
     return world
 
@@ -89,14 +90,13 @@ def follow(world: World, bind: str | None, run_dir: Path) -> int:
 def leading(world: World) -> Iterator[list[int]]:
     """Tell the other processes of this machine, at the end, the exit code that was appended."""
     ended: list[int] = []
-    # In the kernel's own name space, which no file is left of.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
-            listener.bind(_meeting())
+            system.bind_name(listener, _meeting())
         except OSError as error:
             raise ConfigError(
                 f"rank {world.rank}, the first process of {world.launcher} on this machine, cannot listen for the others "
-                f"({error.strerror}): another process, perhaps of another user, has the name {_meeting()[1:]}. Nothing was started; "
+                f"({error.strerror}): another process, perhaps of another user, has the name {_meeting()}. Nothing was started; "
                 f"end that process (`ss -xlp` lists it), or start {world.launcher} again, which chooses another name."
             ) from None
         listener.listen(max(1, world.local_size))
@@ -116,7 +116,7 @@ def _wait_for_first(world: World) -> int:
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
             try:
-                first.connect(_meeting())
+                first.connect(system.address_of(_meeting()))
             except OSError:
                 if time.monotonic() > deadline:
                     raise ClusterError(
@@ -141,8 +141,7 @@ def _wait_for_first(world: World) -> int:
 def _meeting() -> str:
     """Name by which the processes of one launcher on one machine find each other: they have the same parent."""
     parent = os.getppid()
-    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"\0shoal-world-{os.getuid()}-{parent}-{started}"
+    return f"shoal-world-{os.getuid()}-{parent}-{system.start_of(parent)}"
 
 
 def _place(world: World, bind: str | None) -> tuple[str, int]:

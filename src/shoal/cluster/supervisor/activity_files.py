@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from shoal import system
 from shoal.errors import WireError
 from shoal.runtime import own_files
 from shoal.runtime.transport import framing
@@ -112,7 +112,7 @@ class StatusLine:
     ) -> None:
         self._files, self._selector = files, selector
         self._process, self._incarnation, self._host = process, incarnation, host
-        self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours, self.theirs = system.packet_pair()
         """`theirs` goes to the child, and is closed here once it is forked."""
         self._ours.setblocking(False)
         selector.register(self._ours, selectors.EVENT_READ, self)

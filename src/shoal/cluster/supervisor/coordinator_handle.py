@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from shoal import system
 from shoal.cluster.coordinator.journal import Journal
 from shoal.cluster.coordinator.process import CoordinatorSpec
 from shoal.cluster.supervisor.activity_files import ActivityFiles, StatusLine
@@ -185,7 +186,7 @@ class CoordinatorHandle:
         self.exited()
         self._write_notes()
         self._log.close()
-        os.close(self.way_in)
+        system.close_way(self.way_in)
         self._listener.close()
         if self._tcp_listener is not None:
             self._tcp_listener.close()
@@ -212,7 +213,7 @@ class CoordinatorHandle:
         self._heartbeat_at = time.monotonic()
         # Should too many wait to be let in, it is tried again at the next tick.
         with contextlib.suppress(OSError):
-            self._line = unix.connect(f"/proc/self/fd/{self.way_in}", timeout_s=CONNECT_TIMEOUT_S)
+            self._line = unix.connect(system.path_of_way(self.way_in), timeout_s=CONNECT_TIMEOUT_S)
             self._line.setblocking(False)
             self._decoder = Decoder()
             self._selector.register(self._line, selectors.EVENT_READ, self)

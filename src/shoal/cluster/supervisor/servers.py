@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from shoal import system
 from shoal.cluster.hosts.hosts import HEAD, Hosts
 from shoal.cluster.launch.roles import MAX_SERVERS, ServerSpec, encode_spec, way_in
 from shoal.cluster.launch.run_directory import RunDirectory
@@ -185,8 +186,8 @@ class ServerProcesses:
         """Close all sockets. The servers must have exited."""
         for pid in list(self.living):
             self.exited(pid)
-        for fd in self._ways_in:
-            os.close(fd)
+        for way in self._ways_in:
+            system.close_way(way)
         for listener in (*self._listeners, *self._tcp_listeners):
             listener.close()
         self._ways_in, self._listeners, self._tcp_listeners = [], [], []

@@ -3,9 +3,9 @@
 A listener outlives the process that serves it: a coordinator or server that is
 killed is restarted at the same address, and no client is turned away.
 
-The control socket is how `shoal scale` and `shoal leave` reach a running job. Its address is
-abstract, so nothing is left behind however the job ends, and is named after
-the run directory's lock file. Both sides ask the kernel for the other's user;
+The control socket is how `shoal scale` and `shoal leave` reach a running job. Under Linux
+its address is abstract, so nothing is left behind however the job ends. It is
+named after the run directory's lock file. Both sides ask the kernel for the other's user;
 another user's process is refused. The supervisor decides what may be asked.
 """
 
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal import system
 from shoal.errors import ClusterError, WaitTimedOut, WireError
 from shoal.runtime.transport import unix
 from shoal.runtime.transport.framing import Decoder, encode, read_message
@@ -32,17 +33,17 @@ CONNECT_TIMEOUT_S = 5.0
 def listen_unnamed(name: str) -> tuple[socket.socket, int]:
     """A listening socket without a name, and a descriptor that leads to it; `name` shows among open files.
 
-    Its name is gone before anybody uses it, so nothing is left in the file
-    system however the job ends; `/proc/self/fd/N` still leads to it, for
-    processes that were given the descriptor, and for nobody else.
+    Under Linux its name is gone before anybody uses it, so nothing is left in
+    the file system however the job ends; the descriptor still leads processes
+    that were given it there, and nobody else (`system.path_of_way`).
     """
     directory = unix.runtime_dir()
     try:
         listener = unix.listen(directory / name)
-        way_in = os.open(directory / name, os.O_PATH | os.O_CLOEXEC)
-    finally:
-        shutil.rmtree(directory)
-    return listener, way_in
+        return listener, system.way_to(listener, directory / name)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 class Control:
@@ -57,7 +58,7 @@ class Control:
         self._asking: dict[socket.socket, Decoder] = {}
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listener.bind(_address(run))
+            system.bind_name(listener, _name(run))
             listener.listen(MAX_WAITING)
             listener.setblocking(False)
         except OSError:
@@ -131,7 +132,7 @@ def ask(run: Path, message: Message, *, timeout_s: float) -> Iterator[Message]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(CONNECT_TIMEOUT_S)
         try:
-            sock.connect(_address(run))
+            sock.connect(system.address_of(_name(run)))
         except OSError as error:
             raise ClusterError(
                 f"the supervisor of {run} does not answer ({error.strerror or error}): the run has ended, "
@@ -157,6 +158,6 @@ def ask(run: Path, message: Message, *, timeout_s: float) -> Iterator[Message]:
                 return
 
 
-def _address(run: Path) -> bytes:
+def _name(run: Path) -> str:
     lock = os.stat(run / "lock")
-    return f"\0shoal-{os.getuid()}-{lock.st_dev:x}-{lock.st_ino:x}".encode()
+    return f"shoal-{os.getuid()}-{lock.st_dev:x}-{lock.st_ino:x}"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from shoal import system
 from shoal.cluster.coordinator.process import CANNOT_GO_ON, CoordinatorSpec
 from shoal.cluster.coordinator.server_registry import ServersConfig
 from shoal.cluster.coordinator.state import CoordinationConfig
@@ -544,7 +545,7 @@ class Supervisor:
 
     def _is_stopped(self, process: WorkerHandle | ServerHandle) -> bool:
         remote = self._hosts.is_stopped(process.pid)
-        return worker_handle.is_stopped(process.pid) if remote is None else remote
+        return system.is_stopped(process.pid) if remote is None else remote
 
     def _hear(self, worker: WorkerHandle) -> bool:
         """Handle one message of a worker; False when there is none left."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,10 +18,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import shoal
+from shoal import system
 from shoal.cluster.launch import roles
 from shoal.errors import ClusterError, WaitTimedOut
 from shoal.runtime.forkserver.client import ForkClient, ForkRefused, ForkServerGone
-from shoal.runtime.forkserver.messages import ChildExited, ServerReady, memfd_with
+from shoal.runtime.forkserver.messages import ChildExited, ServerReady, file_with
 from shoal.runtime.signal_names import signal_name
 
 START_TIMEOUT_S = 300.0
@@ -44,7 +44,7 @@ class WarmParent:
         self._in_use = threading.Lock()
         # Its own complaints matter only where it does not come up: `_gone` quotes them.
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = system.packet_pair()
         self._server = ForkClient(ours)
         command = [sys.executable, *_interpreter_flags(), "-m", "shoal.cluster.supervisor.warm_parent_main"]
         arguments = [str(theirs.fileno()), str(os.getpid()), job, *preload]
@@ -113,7 +113,7 @@ class WarmParent:
     def fork(self, role: str, *, title: str, spec: bytes, fds: Mapping[str, int]) -> int:
         """Fork a child into `role` and return its pid. It gets copies of `fds`; the caller's stay open."""
         self.wait_ready()
-        memory = memfd_with(spec)
+        memory = file_with(spec)
         try:
             with self._errors_told():
                 child = self._server.fork(
@@ -125,7 +125,7 @@ class WarmParent:
             raise _timed_out(f"forking {title}", FORK_TIMEOUT_S) from None
         finally:
             os.close(memory)
-        os.close(child.pidfd)
+        os.close(child.ended)
         return child.pid
 
     def signal(self, pid: int, signum: signal.Signals) -> None:

@@ -15,7 +15,6 @@ import importlib
 import os
 import platform
 import signal
-import socket
 import sys
 import time
 import weakref
@@ -23,10 +22,11 @@ from types import FrameType
 
 from setproctitle import setproctitle
 
+from shoal import system
 from shoal.cluster.launch import roles, threads
 from shoal.config.exchange_rule import ORDERED
 from shoal.runtime.forkserver.messages import ServerReady, send
-from shoal.runtime.forkserver.server import ForkServer, die_with_parent, flush
+from shoal.runtime.forkserver.server import ForkServer, flush
 
 
 def run_role(role: str, fds: dict[str, int]) -> int:
@@ -58,7 +58,8 @@ def _leave_with(supervisor: int) -> None:
     signal.signal(signal.SIGHUP, on_parent_death)
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
     signal.signal(signal.SIGINT, ignore)
-    die_with_parent(supervisor, signal.SIGHUP)
+    # No thread here, it forks: where the kernel sends no signal the closed socket of commands ends it.
+    system.die_with_parent(supervisor, signal.SIGHUP, may_start_thread=False)
 
 
 def import_everything(more: list[str]) -> float:
@@ -113,7 +114,7 @@ def _load_kernels(*, is_all: bool) -> None:
 
 def main(argv: list[str]) -> None:
     """Import, say so, and serve."""
-    commands = socket.socket(fileno=int(argv[1]))
+    commands = system.packet_socket(int(argv[1]))
     commands.set_inheritable(False)
     _leave_with(supervisor=int(argv[2]))
     setproctitle(f"shoal warm-parent [{argv[3]}]" if argv[3] else "shoal warm-parent")

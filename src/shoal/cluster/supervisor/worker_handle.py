@@ -10,12 +10,12 @@ import contextlib
 import os
 import selectors
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
 
+from shoal import system
 from shoal.cluster.hosts.remote_host import RemoteHost
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.cluster.supervisor import output
@@ -27,7 +27,6 @@ from shoal.runtime.transport import framing
 from shoal.runtime.transport.messages.message import Message
 
 MAX_STATUS_BYTES = 256 * 1024
-_CREDENTIALS_BYTES = socket.CMSG_SPACE(struct.calcsize("iII"))  # room for who sent it, and for no descriptor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,11 +61,10 @@ class WorkerHandle:
     def hear(self) -> tuple[bool, Message | None]:
         """(received, message): False when no packet is left; None for a packet that is no message."""
         try:
-            packet, sender, _, _ = self.status.recvmsg(MAX_STATUS_BYTES, _CREDENTIALS_BYTES)
+            packet = system.receive_from(self.status, MAX_STATUS_BYTES)
         except OSError:
             return False, None
-        # The end of the line has no sender. An empty packet has: it must not cost what was said after it.
-        if not sender:
+        if packet is None:
             return False, None
         # What is no message comes from a script that wrote to a descriptor it did not open.
         with contextlib.suppress(WireError):
@@ -79,15 +77,6 @@ class WorkerHandle:
             pipe.close()
         self.status.close()
         self.log.close()
-
-
-def is_stopped(pid: int) -> bool:
-    """True where a process was stopped by a signal or a debugger: the one kind of silence that is no work."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False
 
 
 def _is_open(fd: int) -> bool:
@@ -117,9 +106,9 @@ def start(
     what was done before. It has the real pipes beside it, for when it has caught up.
     """
     job = replace(spec.job, rank=rank, incarnation=incarnation)
-    status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    status, their_status = system.packet_pair()
     status.setblocking(False)
-    status.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    system.know_senders(status)
     theirs: dict[str, int] = {}
     log = Log(run.log_path(rank))
 

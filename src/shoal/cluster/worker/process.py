@@ -17,7 +17,6 @@ import os
 import random
 import runpy
 import signal
-import socket
 import sys
 import threading
 from dataclasses import replace
@@ -25,6 +24,7 @@ from types import FrameType
 
 import msgspec
 
+from shoal import system
 from shoal.cluster.launch import threads
 from shoal.cluster.supervisor import failure
 from shoal.cluster.worker import session, torchrun
@@ -68,7 +68,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     spec = decode_spec(spec_bytes)
     # The sockets of coordinator and servers have no name in the file system: these descriptors are the ways to them.
     # Those of other hosts have an address instead.
-    ways = {name: f"/proc/self/fd/{fd}" for name, fd in fds.items()}
+    ways = endpoint.ways(fds)
     num_servers = max(len(spec.job.servers), sum(name.startswith("server-") for name in fds))
     job = replace(
         spec.job,
@@ -80,7 +80,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     tls.use(spec.credentials, _connections(job))
     # A replacement is silent until it has caught up: its output leads elsewhere, and these are where it then goes.
     live_output = (fds["live_stdout"], fds["live_stderr"]) if "live_stdout" in fds else None
-    session.attach(rank=job.rank, status=socket.socket(fileno=fds["status"]), live_output=live_output)
+    session.attach(rank=job.rank, status=system.packet_socket(fds["status"]), live_output=live_output)
     try:
         _heed_signals()
         enter(spec, job)
@@ -106,7 +106,7 @@ def _connections(job: Job) -> tls.Connections:
     if not job.rank_hosts:
         return tls.Connections()
     own = job.rank_hosts.count(job.rank_hosts[job.rank]) + -(-job.num_servers // job.num_hosts)
-    count = job.connections or (2 if len(os.sched_getaffinity(0)) > 2 * own else 1)
+    count = job.connections or (2 if len(system.cores()) > 2 * own else 1)
     there = interfaces.addresses()
     sources = [there[name] for name in job.interfaces.split(",") if name in there]
     return tls.Connections(count, tuple(sources))

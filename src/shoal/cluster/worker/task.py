@@ -6,10 +6,8 @@ the files in a folder: where the result is there already, nothing is run.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -17,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from shoal import system
 from shoal.errors import TaskFailed
 
 TAIL_CHARACTERS = 600
@@ -49,15 +48,11 @@ def run_task(task: RoundTask) -> None:
             stdout=log,
             stderr=log,
             check=False,
-            preexec_fn=_die_with_parent,
+            preexec_fn=system.program_dies_with_parent,
         ).returncode
     if code or not os.path.exists(task.result):
         said = " ".join(Path(task.log).read_text(errors="replace").split())[-TAIL_CHARACTERS:]
         raise TaskFailed(part=task.part, code=code, said=said, log=task.log)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def main(folder: str, part: int) -> int:

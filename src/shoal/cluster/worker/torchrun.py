@@ -17,6 +17,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlparse
 
+from shoal import system
 from shoal.cluster.worker import session
 from shoal.config import job as jobs
 from shoal.config.job import Job
@@ -97,7 +98,7 @@ def _watch_rendezvous(port: int) -> None:
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
         _tell_own_group()
         # Before gloo looks: otherwise it takes the interface that the host's name leads to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", system.LOOPBACK)
         asked = urlparse(url)
         asked_port = os.environ.get("MASTER_PORT") if asked.scheme == "env" else str(asked.port)
         is_ours = asked_port == str(port) and not _is_closed

@@ -3,7 +3,8 @@
 A file has no name: when the last process that has it open ends, by whatever
 means, it is gone. The first process that needs some rows makes the files and
 writes its pid and descriptors down in a directory that all of them see; the
-next ones open them through /proc/PID/fd and register too.
+next ones open them through /proc/PID/fd and register too. Where there is no
+/proc each process makes its own.
 
 All columns of a row lie together, so that a row is one stretch of memory or of
 a file. In RAM the rows are a matrix. From disk each row is read by a system
@@ -22,7 +23,6 @@ import math
 import mmap
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,23 +35,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal import system
+
 
 def in_memory(name: str, num_bytes: int) -> int:
     """A file in RAM, of zeros that take no memory until they are written. Its pages are counted as this process's."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    return _sized(fd, num_bytes)
+    return _sized(system.anonymous_file(name), num_bytes)
 
 
 def on_disk(directory: str | os.PathLike[str], num_bytes: int) -> int:
     """A file on the disk of a directory, of zeros that take no room until they are written."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    try:
-        fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-    except OSError:  # some file systems have no such thing
-        fd, path = tempfile.mkstemp(dir=directory)
-        os.unlink(path)
-    return _sized(fd, num_bytes)
+    return _sized(system.temporary_file(directory), num_bytes)
 
 
 def open_of(pid: int, fd: int, inode: int) -> int | None:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal import system
 from shoal.config import job as jobs
 from shoal.data.cache import CacheConfig, cache_plan
 from shoal.data.cache.cache_plan import piece_bytes, place, say_where
@@ -288,7 +289,7 @@ class StoredRows:
 
     def _decode(self, blocks: Sequence[int]) -> None:
         largest = max(self._table.blocks[block].num_bytes for block in blocks)
-        cores = len(os.sched_getaffinity(0)) // jobs.current().num_sharers
+        cores = len(system.cores()) // jobs.current().num_sharers
         room = self._limit // (_DECODING_NEEDS * max(largest, 1))
         num_threads = max(1, min(_MAX_DECODERS, cores, room, len(blocks)))
         try:

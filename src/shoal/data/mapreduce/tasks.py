@@ -571,7 +571,7 @@ def _start(server: ForkedServer, number: int) -> tuple[int, int]:
         ) from None
     finally:
         os.close(writer)
-    os.close(child.pidfd)
+    os.close(child.ended)
     return child.pid, reader
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
+from shoal import system
 from shoal.data.randomness import seeded_generator
-from shoal.runtime.forkserver.server import die_with_parent
 
 _KEPT = ("num_workers", "pin_memory", "prefetch_factor", "timeout", "multiprocessing_context")
 """Settings that say how to read. `in_order=False` is not among them: a batch has its place in the epoch."""
@@ -61,7 +61,7 @@ class ProcessInit:
         self._worker_init_fn, self._dataset, self._parent_pid = worker_init_fn, dataset, parent_pid
 
     def __call__(self, number: int) -> None:
-        die_with_parent(self._parent_pid)  # torch looks for its parent every 5 s, between samples
+        system.die_with_parent(self._parent_pid)  # torch looks for its parent every 5 s, between samples
         # Ctrl-C reaches the whole terminal, but the step under way still needs its batches: the parent decides.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # The parent may have taught SIGTERM to finish a step first, and a forked child inherits that.

@@ -28,6 +28,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from shoal import system
 from shoal.config import job as jobs
 from shoal.data.feed import BatchCut, BatchShare, IndexedFeed
 from shoal.data.order import Order
@@ -215,7 +216,7 @@ class _ReaderProcess(NamedTuple):
     number: int
     pid: int
     line: socket.socket
-    pidfd: int
+    ended: int
     notes: int
     """A file in which the process notes the number of its task and, when asked, its stack."""
 
@@ -227,14 +228,14 @@ class _ReaderProcess(NamedTuple):
 
     def send_signal(self, signum: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # it is dead
-            signal.pidfd_send_signal(self.pidfd, signum)
+            system.send_signal(self.pid, self.ended, signum)
 
     def close(self) -> None:
         """Close it; a process that waits for work then ends."""
         with contextlib.suppress(OSError):  # not only closed: somebody else may have been forked with a copy
             self.line.shutdown(socket.SHUT_RDWR)
         self.line.close()
-        for fd in (self.pidfd, self.notes):
+        for fd in (self.ended, self.notes):
             os.close(fd)
 
 
@@ -366,7 +367,7 @@ class ProcessPool:
         heard = {self._owners[fd] for fd in ready}
         for process in sorted(heard):
             self._receive(process)
-        dead = [child for child in self._processes.readers.values() if child.pidfd in ready]
+        dead = [child for child in self._processes.readers.values() if child.ended in ready]
         for child in dead:
             if (
                 self._processes.readers.get(child.number) is child
@@ -438,9 +439,9 @@ class ProcessPool:
 
     def _fork(self, server: ForkedServer, number: int) -> None:
         """One reader more. EOFError or TimeoutError where the fork server is gone or does not answer."""
-        notes = os.memfd_create("shoal-notes", os.MFD_CLOEXEC)
+        notes = system.anonymous_file("shoal-notes")
         os.write(notes, AT.pack(-1))
-        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line, theirs = system.packet_pair()
         try:
             with theirs:
                 fds = {"line": theirs.fileno(), "notes": notes}
@@ -451,7 +452,7 @@ class ProcessPool:
             if isinstance(error, ForkRefused):
                 raise _refused(error) from None
             raise
-        self._join(_ReaderProcess(number, process.pid, line, process.pidfd, notes))
+        self._join(_ReaderProcess(number, process.pid, line, process.ended, notes))
 
     def _start_anew(self) -> None:
         """The parent of the processes was killed, and they with it: nobody's fault, so no task is blamed."""
@@ -469,7 +470,7 @@ class ProcessPool:
     def _join(self, child: _ReaderProcess) -> None:
         self._processes.readers[child.number] = child
         self._receivers[child.number] = Receiver()
-        for fd in (child.line.fileno(), child.pidfd):
+        for fd in (child.line.fileno(), child.ended):
             self._poll.register(fd, select.POLLIN)
             self._owners[fd] = child.number
         if self._queue is not None:
@@ -477,7 +478,7 @@ class ProcessPool:
 
     def _forget(self, child: _ReaderProcess) -> None:
         del self._processes.readers[child.number]
-        for fd in (child.line.fileno(), child.pidfd):
+        for fd in (child.line.fileno(), child.ended):
             self._poll.unregister(fd)
             del self._owners[fd]
         child.close()
@@ -498,7 +499,7 @@ _OVER = object()
 
 
 def _run_reader(work: Callable[[Any], Any], role: str, fds: dict[str, int]) -> int:
-    serve(work, socket.socket(fileno=fds["line"]), fds["notes"])
+    serve(work, system.packet_socket(fds["line"]), fds["notes"])
     return 0
 
 

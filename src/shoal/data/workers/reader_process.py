@@ -2,7 +2,7 @@
 
 Runs in a child of the pool's fork server. Knows nothing of the other readers;
 that a result is lost when this process dies is its owner's to mend. Arrays and
-tensors of a result, however deep inside it, are laid into a memfd (so the size
+tensors of a result, however deep inside it, are laid into a file in RAM (so the size
 of /dev/shm is no limit); the rest is pickled beside them, between processes of
 one user. The receiver's arrays lie in that memory and nothing is copied again.
 When the last of them is gone the segment is reused: pages that exist already
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal import system
 from shoal.data import randomness
 from shoal.errors import DataError
 from shoal.runtime import events
@@ -271,7 +272,7 @@ def task_packet(order: ReadTask) -> tuple[bytes, int | None]:
     data = bytes(ForkingPickler.dumps(order))
     if len(data) <= INLINE_BYTES:
         return data, None
-    fd = os.memfd_create("shoal-task", os.MFD_CLOEXEC)
+    fd = system.anonymous_file("shoal-task")
     with open(os.dup(fd), "wb") as file:
         file.write(ForkingPickler.dumps(order.task))
     return bytes(ForkingPickler.dumps(order._replace(task=None))), fd

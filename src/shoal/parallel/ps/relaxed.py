@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal import system
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.cluster.ledger.trained_file import PushOutcome, TrainedFile
 from shoal.cluster.worker import session
@@ -31,7 +32,7 @@ from shoal.parallel.protocol import LossSum, Piece, PieceReader, StepResult
 from shoal.parallel.ps.exact import Ps
 from shoal.parallel.ps.rows import RowModule
 from shoal.parallel.step import clip_factor, contribution, decide
-from shoal.ps.client.aggregator import Aggregator, AggregatorGroup, address_of, leader_of
+from shoal.ps.client.aggregator import Aggregator, AggregatorGroup, leader_of, name_of
 from shoal.ps.client.bulk_transfer import RowStamps, read_applied_seqs, write_applied_seqs
 from shoal.ps.client.step import DensePull, PushStep
 from shoal.ps.server.progress import LEAVE, STOP
@@ -210,7 +211,7 @@ class PsRelaxed(Ps):
             self._aggregates = Aggregator(
                 self._launched, fan_in, self._session.group.compression, self._job.number
             )
-        address = address_of(self._launched, leader, self._job.number)
+        address = system.address_of(name_of(self._launched, leader, self._job.number))
         self._aggregator = AggregatorGroup(self._launched, address)
         for message in self._model.declarations():
             self._aggregator.declare(message)

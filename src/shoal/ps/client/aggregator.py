@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal import system
 from shoal.cluster.coordinator.slot_map import NUM_SLOTS
 from shoal.cluster.worker.coordinator_client import LeaseClient
 from shoal.config.job import Job
@@ -162,10 +163,10 @@ def leader_of(job: Job, fan_in: int) -> int:
     return there[there.index(job.rank) // fan_in * fan_in]
 
 
-def address_of(job: Job, leader: int, model: int) -> str:
-    """An abstract Unix socket for each model: it has no file, and is gone with its process."""
+def name_of(job: Job, leader: int, model: int) -> str:
+    """Name of a Unix socket for each model; see `system.address_of`."""
     run = hashlib.blake2b(f"{job.run_dir}\0{job.launch}".encode(), digest_size=12).hexdigest()
-    return f"\0shoal-aggregator-{run}-{leader}-{model}"
+    return f"shoal-aggregator-{run}-{leader}-{model}"
 
 
 class AggregatorGroup(Group):
@@ -242,7 +243,7 @@ class Aggregator:
         self._actions: list[Forward | PushAnswer] = []
         self.num_pushes = self.num_sent = 0
         self._selector = selectors.DefaultSelector()
-        self._address = address_of(job, job.rank, model)
+        self._name = name_of(job, job.rank, model)
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="aggregator", daemon=True)
         self._thread.start()
@@ -256,7 +257,7 @@ class Aggregator:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         while not self._is_over:
             try:
-                sock.bind(self._address)
+                system.bind_name(sock, self._name)
                 sock.listen(128)
                 break
             except OSError:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from shoal import system
 from shoal.errors import ConfigError
 from shoal.ps.layout import dtype_name, is_element_wise, num_elements, optimizer_class, torch_dtype
 from shoal.runtime.transport import memfd
@@ -25,7 +26,7 @@ from shoal.runtime.transport.messages.client_server import ChunkSpec, Settings
 # ---- memory --------------------------------------------------------------------------------------
 
 
-MEMORY_BYTES = 64 << 20  # of one memfd, unless a chunk is larger
+MEMORY_BYTES = 64 << 20  # of one piece of shared memory, unless a chunk is larger
 
 ALIGNMENT = 64
 
@@ -74,7 +75,7 @@ class DenseMemory:
             try:
                 mapping = memfd.map_shared(fd, size)
                 # What is handed out cannot be written through.
-                readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+                readable = system.read_only(fd)
             finally:
                 os.close(fd)
             weakref.finalize(self, os.close, readable)

@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import mmap
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -25,9 +23,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from shoal import system
 from shoal.cluster.launch import threads
 from shoal.cluster.launch.roles import ServerSpec, decode_spec
 from shoal.config import placement
@@ -133,8 +131,7 @@ class MemoryGuard:
 
 def private_bytes() -> int:
     """Memory that only this process has: neither files nor what clients share with it."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    return (int(resident) - int(shared)) * mmap.PAGESIZE
+    return system.private_bytes()
 
 
 def give_back() -> None:
@@ -528,7 +525,7 @@ class ServerLoop:
         """`fds`: what to listen on, and where to connect to those of this host."""
         self.refusal: str | None = None  # why the coordinator does not want this server, if so
         memory = MemoryGuard(f"server-{spec.number}", spec.server_memory_bytes)
-        paths = {name: f"/proc/self/fd/{fd}" for name, fd in fds.items()}
+        paths = endpoint.ways(fds)
         servers = {
             int(name.removeprefix("server-")): path
             for name, path in paths.items()
@@ -721,8 +718,7 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     failpoints.arm(told.faults, process=name, incarnation=told.incarnation)
     faulthandler.enable()
     # Every segment of a client's holds a descriptor.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    system.raise_open_files()
     wake, stop = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)

@@ -13,7 +13,6 @@ import gc
 import os
 import signal
 import socket
-import stat
 import sys
 import time
 import warnings
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 from setproctitle import setproctitle
 
+from shoal import system
 from shoal.runtime.forkserver.messages import (
     ChildExited,
     Close,
@@ -61,7 +61,7 @@ class ForkedProcess(NamedTuple):
     """A child of the server. The descriptor is the holder's to close."""
 
     pid: int
-    pidfd: int
+    ended: int
     """Readable once the process has ended."""
 
 
@@ -104,7 +104,7 @@ class ForkClient:
         """Deaths since the last look, in order."""
         while heard := self.hear(0.0):
             if isinstance(heard, ForkedProcess):
-                os.close(heard.pidfd)  # the answer to a fork that nobody waits for any more
+                os.close(heard.ended)  # the answer to a fork that nobody waits for any more
         exited = list(self._exited)
         self._exited.clear()
         return exited
@@ -157,7 +157,7 @@ class ForkedServer(ForkClient):
 
     def __init__(self, child_main: ChildMain, *, title: str) -> None:
         """OSError where the system refuses a process."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = system.packet_pair()
         owner_pid = os.getpid()
         flush()
         with signals_blocked():  # none may reach the child before it has handlers of its own
@@ -165,7 +165,7 @@ class ForkedServer(ForkClient):
                 with warnings.catch_warnings():
                     # Python 3.12 warns of threads whose locks a fork copies: this module's docstring says why that is safe.
                     warnings.filterwarnings("ignore", "(?s).*fork", DeprecationWarning)
-                    self.pid = os.fork()
+                    self.pid, self._ended = system.fork()
             except OSError:
                 ours.close()
                 theirs.close()
@@ -173,18 +173,18 @@ class ForkedServer(ForkClient):
             if self.pid == 0:
                 become_child(owner_pid, lambda: _serve(theirs, child_main, title), mask=set())
         theirs.close()
-        self._pidfd = os.pidfd_open(self.pid)
         super().__init__(ours)
 
     @property
     def is_alive(self) -> bool:
-        return not is_readable(self._pidfd, 0.0)
+        return not is_readable(self._ended, 0.0)
 
     def close(self, *, grace_s: float = 0.0) -> None:
         super().close(grace_s=grace_s)
-        if not is_readable(self._pidfd, grace_s + 5.0):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        os.close(self._pidfd)
+        if not is_readable(self._ended, grace_s + 5.0):
+            with contextlib.suppress(ProcessLookupError):
+                system.send_signal(self.pid, self._ended, signal.SIGKILL)
+        os.close(self._ended)
         with contextlib.suppress(ChildProcessError):  # the owner's program may wait for any child there is
             os.waitpid(self.pid, 0)
 
@@ -213,14 +213,7 @@ def _close_sockets(*, keep: int) -> None:
     else close somebody else's file. Files stay: a dataset may read from them.
     """
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        if fd <= 2 or fd in (keep, nowhere):
-            continue
-        with contextlib.suppress(OSError):  # the one that listed them
-            # Not by its mode alone: a path to a socket, opened as a path, is no connection.
-            if stat.S_ISSOCK(os.fstat(fd).st_mode) and os.readlink(f"/proc/self/fd/{fd}").startswith(
-                "socket:"
-            ):
-                os.dup2(nowhere, fd, inheritable=False)
+    for fd in system.open_sockets():
+        if fd > 2 and fd != keep:
+            os.dup2(nowhere, fd, inheritable=False)
     os.close(nowhere)

@@ -1,7 +1,7 @@
 """Messages between a fork server and its owner, and how descriptors travel with them.
 
-One packet is one message: JSON on a SOCK_SEQPACKET pair that only the two
-processes hold. A specification for the child goes in a memfd beside the packet:
+One packet is one message: JSON on a pair of sockets that only the two
+processes hold. A specification for the child goes in a file beside the packet:
 an environment may be larger than a packet, and the server does not read it.
 """
 
@@ -14,6 +14,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from shoal import system
 from shoal.errors import WireError
 
 MAX_PACKET_BYTES = 64 * 1024
@@ -57,7 +58,7 @@ class ServerReady(msgspec.Struct, tag="ready", forbid_unknown_fields=True, froze
 
 
 class Forked(msgspec.Struct, tag="forked", forbid_unknown_fields=True, frozen=True):
-    """The child lives. Its pidfd travels with this message."""
+    """The child lives. With this message travels a descriptor that is readable once it has ended."""
 
     pid: int
 
@@ -124,7 +125,7 @@ def receive_packet(
     """One packet, and the descriptors beside it, the caller's to close. EOFError where the other end is gone."""
     # Not socket.recv_fds: in Python 3.11 it drops the flag that keeps descriptors from a child's children.
     room = socket.CMSG_SPACE(max_fds * array("i").itemsize)
-    data, ancillary, _, _ = sock.recvmsg(max_bytes, room, socket.MSG_CMSG_CLOEXEC | flags)
+    data, ancillary, _, _ = sock.recvmsg(max_bytes, room, system.CMSG_CLOEXEC | flags)
     fds = array("i")
     for level, kind, rights in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -134,9 +135,9 @@ def receive_packet(
     return data, fds.tolist()
 
 
-def memfd_with(content: bytes) -> int:
-    """A descriptor of nameless memory that holds `content`, to be read from its start."""
-    fd = os.memfd_create("shoal-spec", os.MFD_CLOEXEC)
+def file_with(content: bytes) -> int:
+    """A descriptor of a nameless file that holds `content`, to be read from its start."""
+    fd = system.anonymous_file("shoal-spec")
     try:
         view = memoryview(content)
         while view:

@@ -13,7 +13,6 @@ DataLoader) are gone too.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import selectors
@@ -26,6 +25,7 @@ from collections.abc import Callable, Iterator
 
 from setproctitle import setproctitle
 
+from shoal import system
 from shoal.runtime.forkserver.messages import (
     ChildExited,
     Close,
@@ -43,9 +43,6 @@ ChildMain = Callable[[str, dict[str, int]], int]
 FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
 """jemalloc, which pyarrow brings where it is installed, stops and restarts its thread around a fork."""
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 class ForkServer:
     """Serves until its owner closes the socket, dies, or asks for the end; then ends every child."""
@@ -62,7 +59,7 @@ class ForkServer:
         self._own_sessions, self._allow_threads = own_sessions, allow_threads
         self._selector = selectors.DefaultSelector()
         self._selector.register(commands, selectors.EVENT_READ)
-        self._pidfds: dict[int, int] = {}  # child's pid -> pidfd
+        self._ended: dict[int, int] = {}  # child's pid -> descriptor that is readable once it has ended
         self._grace_s = 0.0
 
     def serve(self) -> None:
@@ -89,11 +86,12 @@ class ForkServer:
                 finally:
                     for fd in fds:
                         os.close(fd)
-            case Signal(pid, signum) if pid in self._pidfds:
+            case Signal(pid, signum) if pid in self._ended:
                 if signum == signal.SIGKILL:
                     self._kill(pid)
                 else:
-                    signal.pidfd_send_signal(self._pidfds[pid], signum)
+                    with contextlib.suppress(ProcessLookupError):
+                        system.send_signal(pid, self._ended[pid], signum)
             case Close(grace_s):
                 self._grace_s = grace_s
                 return False
@@ -108,16 +106,15 @@ class ForkServer:
         # A signal must not find the child with its parent's handlers: it waits until they are gone.
         with signals_blocked() as mask:
             try:
-                pid = os.fork()
+                pid, ended = system.fork()
             except OSError as error:
                 send(self._commands, NotForked(str(error)))
                 return
             if pid == 0:
                 become_child(me, lambda: self._run_child(command, fds), mask=mask)
-        # Opened before anybody can reap the child, so it cannot mean another process.
-        self._pidfds[pid] = os.pidfd_open(pid)
-        self._selector.register(self._pidfds[pid], selectors.EVENT_READ, pid)
-        send(self._commands, Forked(pid), [self._pidfds[pid]])
+        self._ended[pid] = ended
+        self._selector.register(ended, selectors.EVENT_READ, pid)
+        send(self._commands, Forked(pid), [ended])
 
     def _run_child(self, command: Fork, fds: list[int]) -> int:
         """In the child: close the server's descriptors, then run."""
@@ -125,17 +122,17 @@ class ForkServer:
             os.setsid()
         self._selector.close()
         self._commands.close()
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
+        for ended in self._ended.values():
+            os.close(ended)
         setproctitle(command.title)
         return self._child_main(command.role, dict(zip(command.fds, fds, strict=True)))
 
     def _reap(self, pid: int) -> None:
         if self._own_sessions:
             self._kill(pid)  # first the group, while the dead child still holds its number
-        pidfd = self._pidfds.pop(pid)
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
+        ended = self._ended.pop(pid)
+        self._selector.unregister(ended)
+        os.close(ended)
         _, status = os.waitpid(pid, 0)
         # The owner may be gone by now; the next turn of the loop sees that.
         with contextlib.suppress(OSError):
@@ -143,10 +140,10 @@ class ForkServer:
 
     def _end_children(self) -> None:
         deadline = time.monotonic() + self._grace_s
-        for pid, pidfd in self._pidfds.items():
-            if not is_readable(pidfd, max(0.0, deadline - time.monotonic())) or self._own_sessions:
+        for pid, ended in self._ended.items():
+            if not is_readable(ended, max(0.0, deadline - time.monotonic())) or self._own_sessions:
                 self._kill(pid)
-        for pid in self._pidfds:
+        for pid in self._ended:
             os.waitpid(pid, 0)  # no zombie may be left to a container whose first process reaps nobody
 
     def _kill(self, pid: int) -> None:
@@ -160,7 +157,7 @@ def become_child(parent_pid: int, run: Callable[[], int], *, mask: set[int | sig
     """In a forked child: run with default signal handlers, die with the parent, never return into its code."""
     code = 1
     try:
-        die_with_parent(parent_pid)
+        system.die_with_parent(parent_pid)
         for signum in signal.valid_signals():
             if callable(signal.getsignal(signum)):
                 signal.signal(signum, signal.SIG_DFL)
@@ -171,13 +168,6 @@ def become_child(parent_pid: int, run: Callable[[], int], *, mask: set[int | sig
     finally:
         flush()
         os._exit(code)
-
-
-def die_with_parent(parent_pid: int | None, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send `signum` when the parent ends. The kernel means the parent's *thread* that forked us."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
-    if parent_pid not in (None, os.getppid()):  # it died before the kernel was told
-        os._exit(1)
 
 
 @contextlib.contextmanager
@@ -191,7 +181,7 @@ def signals_blocked() -> Iterator[set[int | signal.Signals]]:
 
 
 def is_readable(fd: int, within_s: float) -> bool:
-    """Wait until a descriptor is readable. A pidfd is so once its process has ended."""
+    """Wait until a descriptor is readable."""
     poll = select.poll()  # unlike select(), it takes descriptors of any number
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(within_s * 1000))
@@ -206,9 +196,4 @@ def flush() -> None:
 
 def _other_threads() -> list[str]:
     """Names of threads beside this one that a fork would lose."""
-    names = []
-    for thread in os.listdir("/proc/self/task"):
-        if int(thread) != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as comm:
-                names.append(comm.read().strip())
-    return [name for name in names if name not in FORK_SAFE_THREADS]
+    return [name for name in system.other_threads() if name not in FORK_SAFE_THREADS]

@@ -1,6 +1,6 @@
 """Arena of shared memory between a client and one server: its segments and buffers.
 
-Decides where a buffer lies: in segments of memfd, by size class, never more
+Decides where a buffer lies: in segments of shared memory, by size class, never more
 than a limit. Does not know what is in a buffer, nor when a server has read
 it: a buffer is its holder's until it gives it back. An arena belongs to one
 connection and is never used for another, so a process that wakes up late
@@ -9,7 +9,6 @@ writes into memory that nobody reads any more.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import sys
 import threading
@@ -17,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shoal import system
 from shoal.errors import ArenaFull, ConfigError
 from shoal.runtime.transport import memfd
 
@@ -193,8 +193,7 @@ def ordinary(nbytes: int) -> mmap.mmap:
     # Private: pages that could be shared are small ones unless the machine's administrator allows others.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= HUGE_BYTES:
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        system.use_huge_pages(memory)
     return memory
 
 

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping
 from typing import Protocol
 
+from shoal import system
 from shoal.errors import WireError
 from shoal.runtime.transport import tls, unix
 from shoal.runtime.transport.messages.server_coordinator import ServerView
@@ -22,6 +23,15 @@ def of_servers(ways_in: Mapping[int, str], view: ServerView, own_host: str) -> d
         if number not in ways_in or tls.split_address(address)[0] != own_host
     }
     return {**ways_in, **elsewhere}
+
+
+def ways(fds: Mapping[str, int]) -> dict[str, str]:
+    """Addresses of the coordinator and the servers of this host, by the descriptors that a process was given."""
+    return {
+        name: system.path_of_way(fd)
+        for name, fd in fds.items()
+        if name == "coordinator" or name.startswith("server-")
+    }
 
 
 def connect(address: str, *, expect: str, timeout_s: float) -> socket.socket:

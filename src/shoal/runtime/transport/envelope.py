@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+from shoal import system
 from shoal.errors import WireError
 from shoal.runtime.transport import framing, memfd
 from shoal.runtime.transport.framing import Bytes, FrameLimits, Received
@@ -66,7 +67,7 @@ _BIG_BYTES = 32 << 10
 _SEND_BYTES = _DECRYPT_BYTES = 1 << 20  # at one look: one connection does not keep all others waiting
 # More than a socket holds: what arrives while it is copied is taken too, without a wake-up.
 _RECEIVE_BYTES = 8 << 20
-_CUT, _CLOEXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)  # as enums they cost microseconds
+_CUT, _CLOEXEC = int(socket.MSG_CTRUNC), system.CMSG_CLOEXEC  # as enums they cost microseconds
 
 REQUESTS = FrameLimits(num_frames=1 + MAX_FRAMES, frames_bytes=REQUEST_BYTES + _TABLE_BYTES)
 REPLIES = FrameLimits(num_frames=1 + 2 * MAX_FRAMES, frames_bytes=REPLY_BYTES + _TABLE_BYTES)

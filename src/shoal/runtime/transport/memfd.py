@@ -2,8 +2,9 @@
 
 Nothing here trusts the sender: what is mapped has been sealed against
 shrinking first and measured after that, so a peer can scribble in it but
-never make a read of ours fault. What it writes there is for the owner of the
-layout to judge.
+never make a read of ours fault (macOS has no seals: there processes of one job
+trust each other in this). What it writes there is for the owner of the layout to
+judge.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import stat
 from collections.abc import Iterable
 
+from shoal import system
 from shoal.errors import ConfigError, WireError
 
 MAX_FDS = 253
@@ -26,10 +28,11 @@ def create(num_bytes: int, name: str) -> int:
     """Memory of exactly `num_bytes` zeros, of a size nobody can change; `name` is what /proc/PID/maps shows."""
     if num_bytes <= 0:
         raise ConfigError(f"shared memory '{name}' must have at least 1 byte, got {num_bytes}.")
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = system.anonymous_file(name, can_seal=True)
     try:
         os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        if system.IS_LINUX:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, OverflowError) as error:
         os.close(fd)
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -45,10 +48,20 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
 
     The mapping outlives `fd`, which stays the caller's to close.
     """
+    if system.IS_LINUX:
+        _seal(fd)  # first of all, lest it shrinks between the look and the mapping
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes or num_bytes <= 0:
+        raise WireError(f"shared memory of {status.st_size:,} bytes, where {num_bytes:,} were announced")
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        # First of all, lest it shrinks between the look and the mapping.
-        if not seals & fcntl.F_SEAL_SHRINK:
+        return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise WireError(f"shared memory that cannot be mapped ({error.strerror})") from None
+
+
+def _seal(fd: int) -> None:
+    try:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     except OSError as error:
         is_memory = error.errno != errno.EINVAL
@@ -57,13 +70,6 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
             if is_memory
             else "a descriptor that is no memfd"
         ) from None
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes or num_bytes <= 0:
-        raise WireError(f"shared memory of {status.st_size:,} bytes, where {num_bytes:,} were announced")
-    try:
-        return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise WireError(f"shared memory that cannot be mapped ({error.strerror})") from None
 
 
 def duplicate(fds: Iterable[int]) -> list[int]:

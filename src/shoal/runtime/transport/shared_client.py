@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import secrets
 import select
 import threading
@@ -26,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from shoal import system
 from shoal.errors import LinkLost, PsError, WaitTimedOut, WireError
 from shoal.runtime.recorder import RECORDER
 from shoal.runtime.transport import endpoint, memfd, tls
@@ -111,7 +111,7 @@ class Link:
         self._stripes: Stripes | None = None  # further connections to a remote server
         self._into: dict[int, list[memoryview]] = {}  # of a remote server: by ticket
         self._mover: threading.Thread | None = None  # of a remote server
-        self._wake = -1
+        self._wake: system.Wakeup | None = None
         self._next_ticket = 1
         self._awaited: set[int] = set()
         self._held: list[Bytes] = []
@@ -358,7 +358,7 @@ class Link:
             self._is_read_by_somebody = False
             self._lock.notify_all()
 
-    def _sleep(self, events: int, timeout_s: float, wake: int | None = None) -> None:
+    def _sleep(self, events: int, timeout_s: float, wake: system.Wakeup | None = None) -> None:
         poller = select.poll()
         if events & select.POLLIN and self._intake.awaits_stripes:
             assert self._stripes is not None
@@ -377,7 +377,7 @@ class Link:
             self._lock.acquire()
         if wake is not None:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(wake)
+                wake.clear()
 
     def _read(self) -> None:
         """Take in what the socket has, without waiting."""
@@ -535,11 +535,11 @@ class Link:
         with self._lock:
             if self._lost is not None or not (self._outbox.num_bytes or self._awaits_bulk()):
                 return
-            if self._mover is None:
-                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            if self._mover is None or self._wake is None:
+                self._wake = system.Wakeup()
                 self._mover = threading.Thread(target=self._run_mover, name=f"shoal-{self.peer}", daemon=True)
                 self._mover.start()
-            os.eventfd_write(self._wake, 1)
+            self._wake.set()
             self._work.notify()
 
     def _awaits_bulk(self) -> bool:
@@ -554,7 +554,8 @@ class Link:
                         self._move_some(reads=reads)
                     else:
                         self._work.wait()
-            os.close(self._wake)
+            if self._wake is not None:
+                self._wake.close()
 
     def _move_some(self, *, reads: bool) -> None:
         self._is_read_by_somebody |= reads

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 import resource
 import select
@@ -34,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shoal import system
 from shoal.errors import ConfigError, WireError
 from shoal.runtime.transport import memfd, tls, unix
 from shoal.runtime.transport.arena import MessageMemory
@@ -149,10 +149,14 @@ class _Peer:
     is_away: bool = False  # a thread has its socket
     has_moved: bool = False  # that thread is done, and the socket not taken back yet
     is_closed: bool = False
-    wake: int = -1  # an eventfd for that thread
+    wake: system.Wakeup | None = None  # of that thread
     arrived: list[Received] = field(default_factory=list)  # by that thread
     error: Exception | None = None  # of that thread
     lock: threading.Lock = field(default_factory=threading.Lock)  # of its outbox, while it is away
+
+    def wake_up(self) -> None:
+        if self.wake is not None:
+            self.wake.set()
 
     @property
     def unread_bytes(self) -> int:
@@ -201,9 +205,9 @@ class Listener:
         self._counting = threading.Lock()  # what peers have reserved
         self._movers = ThreadPoolExecutor(self._config.num_peers, "shoal-transfer")
         self._returned: deque[_Peer] = deque()
-        self._wake = -1
+        self._wake: system.Wakeup | None = None
         if remote is not None:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._wake = system.Wakeup()
             selector.register(self._wake, selectors.EVENT_READ, self)
         self._also = list(also)
         self._listening = [sock, *also] if remote is None else [sock, remote[0], *also]
@@ -229,9 +233,9 @@ class Listener:
         """Do what the selector says can be done without waiting."""
         if key.fileobj is self._sock:
             self._accept()
-        elif key.fileobj == self._wake:
+        elif key.fileobj is self._wake:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+                self._wake.clear()
             while self._returned:
                 self._look_again(self._returned.popleft())
         elif isinstance(key.fileobj, socket.socket) and key.data is self:
@@ -345,9 +349,9 @@ class Listener:
         for sock in self._listening:
             self._selector.unregister(sock)
             sock.close()
-        if self._wake >= 0:
+        if self._wake is not None:
             self._selector.unregister(self._wake)
-            os.close(self._wake)
+            self._wake.close()
 
     # ---- sockets ----------------------------------------------------------------------------------
 
@@ -644,7 +648,7 @@ class Listener:
             if not peer.is_away:
                 peer.outbox.flush(peer.sock)
         if peer.is_away:
-            os.eventfd_write(peer.wake, 1)
+            peer.wake_up()
         elif self._is_bulky(peer):
             self._hand_over(peer)
         else:
@@ -660,15 +664,16 @@ class Listener:
     def _hand_over(self, peer: _Peer) -> None:
         """Have a thread move its bytes, until a message has arrived or there is nothing large any more."""
         self._selector.unregister(peer.sock)
-        if peer.wake < 0:
-            peer.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        if peer.wake is None:
+            peer.wake = system.Wakeup()
         peer.is_away = True
         self._movers.submit(self._move, peer)
 
     def _move(self, peer: _Peer) -> None:
         """In a thread: the socket and the intake are its own, the outbox it shares."""
-        poller = select.poll()
-        poller.register(peer.wake, select.POLLIN)
+        poller, wake = select.poll(), peer.wake
+        assert wake is not None
+        poller.register(wake, select.POLLIN)
         try:
             while not peer.is_closed:
                 with peer.lock:
@@ -684,12 +689,14 @@ class Listener:
                 ready = dict(poller.poll())
                 if awaits_stripes and ready.get(peer.sock.fileno(), 0) & (select.POLLERR | select.POLLHUP):
                     raise ConnectionError("the connection was closed")
-                if peer.wake in ready:
-                    os.eventfd_read(peer.wake)
+                if wake.fileno() in ready:
+                    wake.clear()
                 if left:
                     with peer.lock:
                         peer.outbox.flush(peer.sock)
-                if reads and any(fd != peer.wake and event & ~select.POLLOUT for fd, event in ready.items()):
+                if reads and any(
+                    fd != wake.fileno() and event & ~select.POLLOUT for fd, event in ready.items()
+                ):
                     with contextlib.suppress(BlockingIOError):
                         peer.arrived = peer.intake.receive(peer.sock)
                 if peer.arrived:
@@ -702,7 +709,8 @@ class Listener:
     def _return(self, peer: _Peer) -> None:
         """From any thread: have the selector's thread look at a peer again."""
         self._returned.append(peer)
-        os.eventfd_write(self._wake, 1)
+        assert self._wake is not None
+        self._wake.set()
 
     def _look_again(self, peer: _Peer) -> None:
         if peer.has_moved:
@@ -712,7 +720,7 @@ class Listener:
             return
         # Its further connections have sent all they had: it may have been paused until then.
         elif peer.is_away:
-            os.eventfd_write(peer.wake, 1)
+            peer.wake_up()
         else:
             self._watch(peer)
             self._release_lent(peer)
@@ -740,8 +748,8 @@ class Listener:
             sock.close()
         peer.intake.close()
         peer.outbox.clear()
-        if peer.wake >= 0:
-            os.close(peer.wake)
+        if peer.wake is not None:
+            peer.wake.close()
 
 
 def _places(peer: _Peer, frames: Sequence[Bytes]) -> list[Place]:

@@ -10,13 +10,13 @@ lets go of the GIL meanwhile. One that is lost takes the link with it.
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from shoal import system
 from shoal.runtime.transport.framing import Bytes
 
 STRIPE_BYTES = 1 << 20
@@ -64,16 +64,16 @@ class Stripes:
         self._first = first
         self._on_sent = on_sent
         self._num_missing = 0  # blocks
-        self._ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ready = system.Wakeup()
         self._connections = [_Connection(self, sock) for sock in others]
 
     def __del__(self) -> None:
         """Not in `close`: another thread may be about to poll it, and the number would soon be another file's."""
-        os.close(self._ready)
+        self._ready.close()
 
     def fileno(self) -> int:
         """Readable once all blocks of the expected frame are here, or none will come any more."""
-        return self._ready
+        return self._ready.fileno()
 
     def connections_for(self, nbytes: int) -> int:
         """Over how many connections a frame goes, as its table says; 0: the first alone."""
@@ -107,7 +107,7 @@ class Stripes:
     def is_complete(self) -> bool:
         """Are all blocks of the expected frame here?"""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._ready)
+            self._ready.clear()
         with self.lock:
             return self._num_missing == 0
 
@@ -133,7 +133,7 @@ class Stripes:
             self._num_missing -= 1
             if self._num_missing:
                 return
-        os.eventfd_write(self._ready, 1)
+        self._ready.set()
 
     def lost(self, error: Exception) -> None:
         self._end(error)
@@ -146,7 +146,7 @@ class Stripes:
                 self.is_closed, self.error = True, error
             for connection in self._connections:
                 connection.wake()
-        os.eventfd_write(self._ready, 1)
+        self._ready.set()
 
 
 class _Connection:
@@ -156,7 +156,7 @@ class _Connection:
         self._stripes, self._sock = stripes, sock
         self._outgoing: deque[memoryview] = deque()
         self._incoming: deque[tuple[memoryview | None, int]] = deque()  # where to, and how much is missing
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = system.Wakeup()
         self._is_open = True
         self._wake_bytes = 1
         self._thread: threading.Thread | None = None
@@ -172,7 +172,7 @@ class _Connection:
     def wake(self) -> None:
         """With the lock held."""
         if self._is_open:
-            os.eventfd_write(self._wake, 1)
+            self._wake.set()
 
     def join(self) -> None:
         if self._thread is not None:
@@ -202,8 +202,8 @@ class _Connection:
                 if events:
                     poller.register(self._sock, events)
                 ready = dict(poller.poll())
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
+                if self._wake.fileno() in ready:
+                    self._wake.clear()
                 if events:
                     poller.unregister(
                         self._sock
@@ -251,7 +251,7 @@ class _Connection:
         with self._stripes.lock:
             self._is_open = False
             self._sock.close()
-            os.close(self._wake)
+            self._wake.close()
         # Views of frames: their memory is used again once nobody holds one.
         self._outgoing.clear()
         self._incoming.clear()

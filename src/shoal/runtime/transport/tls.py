@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.errors import ConfigError, WireError
-from shoal.runtime.forkserver.messages import memfd_with
+from shoal.runtime.forkserver.messages import file_with
 
 WRITE_BYTES = 256 << 10
 """At most with one call of OpenSSL, which cuts it into records: fewer calls cost less."""
@@ -331,7 +331,7 @@ def context(credentials: Credentials, purpose: int) -> ssl.SSLContext:
         made.num_tickets = 0
     made.load_verify_locations(cadata=credentials.authority.decode())
     # Nothing of a key is ever in the file system, and OpenSSL reads files only.
-    chain, key = memfd_with(credentials.certificate), memfd_with(credentials.key)
+    chain, key = file_with(credentials.certificate), file_with(credentials.key)
     try:
         made.load_cert_chain(f"/proc/self/fd/{chain}", f"/proc/self/fd/{key}")
     finally:

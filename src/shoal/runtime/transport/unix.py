@@ -12,16 +12,12 @@ import errno
 import os
 import socket
 import stat
-import struct
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from shoal import system
 from shoal.errors import ConfigError, WireError
-
-MAX_PATH_BYTES = 107
-"""sun_path holds 108 bytes, the last one a zero."""
-
 
 MAX_GENERATIONS = 32
 """Of processes between a job's supervisor and one of its own: a worker has two, its readers three."""
@@ -43,7 +39,7 @@ def runtime_dir() -> Path:
     prefix = f"shoal-{os.getuid()}-"
     for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):
         # mkdtemp adds 8 characters, and the socket's own name needs some.
-        if _is_ours(base) and len(os.fsencode(base)) + len(prefix) + 8 + 32 <= MAX_PATH_BYTES:
+        if _is_ours(base) and len(os.fsencode(base)) + len(prefix) + 8 + 32 <= system.MAX_SOCKET_PATH_BYTES:
             return Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     raise ConfigError(
         f"there is no directory for sockets: neither XDG_RUNTIME_DIR nor {tempfile.gettempdir()} nor /tmp is writable "
@@ -94,10 +90,7 @@ def connect(path: str | Path, *, timeout_s: float) -> socket.socket:
 
 def peer_of(sock: socket.socket) -> Peer:
     """The other end, as of the moment it connected or listened."""
-    pid, uid, _gid = struct.unpack(
-        "iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
-    )
-    return Peer(pid, uid)
+    return Peer(*system.peer_of(sock))
 
 
 def is_descendant(pid: int, ancestor: int) -> bool:
@@ -105,13 +98,10 @@ def is_descendant(pid: int, ancestor: int) -> bool:
     for _ in range(MAX_GENERATIONS):
         if pid == ancestor:
             return True
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                pid = int(file.read().rpartition(b")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
+        parent = system.parent_of(pid)
+        if parent is None or parent <= 1:
             return False
-        if pid <= 1:
-            return False
+        pid = parent
     return False
 
 
@@ -125,9 +115,9 @@ def _refuse_strangers(sock: socket.socket) -> Peer:
 
 def _new_socket(path: str | Path) -> socket.socket:
     num_bytes = len(os.fsencode(path))
-    if num_bytes > MAX_PATH_BYTES:
+    if num_bytes > system.MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
-            f"the socket path {path} has {num_bytes} bytes, and the system takes at most {MAX_PATH_BYTES}. Nothing was "
+            f"the socket path {path} has {num_bytes} bytes, and the system takes at most {system.MAX_SOCKET_PATH_BYTES}. Nothing was "
             "started; set XDG_RUNTIME_DIR or TMPDIR to a shorter directory."
         )
     return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

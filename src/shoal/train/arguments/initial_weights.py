@@ -88,7 +88,7 @@ def initialise(model: nn.Module, path: str | os.PathLike[str], *, is_partial: bo
     if missing and not is_partial:
         left = result.untouched or missing
         raise ConfigError(
-            f"init_from={url!r} has nothing for {len(missing)} of the model's {len(own)} tensors, so {_listed(left)} would begin with random "
+            f"init_from={url!r} has nothing for {len(missing)} of the model's {len(own)} tensors, so {_listed([repr(each) for each in left])} would begin with random "
             f"weights. Nothing was trained. {result.describe(url)}. If that is meant, as for a new head, say init_partial=True."
         )
     for name in result.loaded:

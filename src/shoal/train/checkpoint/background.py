@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from shoal import system
 from shoal.parallel.protocol import Piece
 from shoal.runtime import memory
 
@@ -146,10 +147,8 @@ def copied(pieces: Sequence[Piece], copies: Copies, *, num_sharers: int = 1) -> 
     block = copies.block(num_bytes, num_sharers=num_sharers)
     if block is None:
         return None
-    with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
-        block.madvise(
-            mmap.MADV_HUGEPAGE
-        )  # a page fault for 2 MiB each: most of the time of a copy into fresh memory
+    # A page fault for 2 MiB each: most of the time of a copy into fresh memory.
+    system.use_huge_pages(block)
     made: dict[object, torch.Tensor] = {}
     position = 0
     result = []

@@ -415,6 +415,10 @@ class CustomLoop:
         if isinstance(self.strategy, Leased):
             self._begin_apart()
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
+        # A fused optimizer would have a GradScaler look for infinities in this worker's gradients alone, and skip by them
+        # within its kernel: let the scaler go by `unscale_`, which sums first.
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         update = optimizer.step
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
