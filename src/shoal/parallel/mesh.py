@@ -28,7 +28,7 @@ from shoal.config.choices import SCHEDULES
 from shoal.config.job import Job
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, leaves, map_tensors
-from shoal.errors import ClusterError, ConfigError, PeerLost, TrainingError
+from shoal.errors import ClusterError, ConfigError, PeerLost, StageCannotRun, TrainingError
 from shoal.parallel import fsdp as fsdp_cut
 from shoal.parallel import own_gradients, parameter_loss
 from shoal.parallel.compute import ModelCall, check_loss_in_forward, place, run_again
@@ -37,7 +37,7 @@ from shoal.parallel.own_forward import OwnForward
 from shoal.parallel.pipeline import plan as pipeline_plan
 from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline import state as pipeline_state
-from shoal.parallel.pipeline.partition import Partition, find_partition, sample
+from shoal.parallel.pipeline.partition import Partition, find_partition, partition_by_blocks, sample
 from shoal.parallel.pipeline.runner import PipelineRunner, RetracedRoles
 from shoal.parallel.pipeline.stage import ModelStage
 from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
@@ -400,11 +400,28 @@ class MeshParallel(Ddp):
             halves = [map_tensors(lambda t, at=at: t[at : at + 2], four) for at in (0, 2)]  # type: ignore[misc]
             check_loss_in_forward(job, ModelCall(model), [(four, 4), (halves[0], 2), (halves[1], 2)], 4)
         whole = pipeline_plan.kept_whole_by_tp(model, plan) if plan is not None else {}
-        partition = find_partition(model, inputs, num_stages, job.pipeline_cut or (), whole)
         styles = {row.layer: row.style for row in plan.rows.values()} if plan is not None else {}
-        by_size = pipeline_plan.costs_by_size(partition)
-        # Refuses before anybody measures.
-        cut = pipeline_plan.find_cut(partition, num_stages, by_size, job.pipeline_cut, styles)
+        try:
+            partition = find_partition(model, inputs, num_stages, job.pipeline_cut or (), whole)
+            by_size = pipeline_plan.costs_by_size(partition)
+            # Refuses before anybody measures.
+            cut = pipeline_plan.find_cut(partition, num_stages, by_size, job.pipeline_cut, styles)
+        except ConfigError as error:
+            # What tp does around layers is not seen by a forward that runs on values without data.
+            found = partition_by_blocks(model, inputs) if plan is None else None
+            if found is None:
+                raise
+            try:
+                partition, by_size = found, pipeline_plan.costs_by_size(found)
+                cut = pipeline_plan.find_cut(partition, num_stages, by_size, job.pipeline_cut, styles)
+                pipeline_stage.refuse_different_results(job, partition, cut, inputs)
+            except (ConfigError, StageCannotRun):
+                raise error from None
+            if self._rank == 0:
+                why = str(error).partition(". Nothing was trained")[0]
+                print(
+                    f"note: {why}. It is cut between its repeated blocks instead", file=sys.stderr, flush=True
+                )
         costs = torch.tensor(by_size, dtype=torch.float64)
         if self._rank == 0:
             try:

@@ -39,13 +39,12 @@ from shoal.parallel.pipeline.partition import (
     NUM_SAMPLES,
     Partition,
     SegmentModule,
-    StageSegment,
     sample,
     segments_of,
     spare_of,
 )
 from shoal.parallel.pipeline.plan import PipelineCut
-from shoal.parallel.pipeline.trace import unchanged
+from shoal.parallel.pipeline.trace import StageSegment, unchanged
 from shoal.parallel.protocol import TrainJob
 from shoal.parallel.tensor_parallel.dtensor_fixes import plain
 

@@ -78,6 +78,35 @@ class TracedForward:
         return [text for _, text in self.signature()]
 
 
+@dataclass(frozen=True, slots=True)
+class StageSegment:
+    """Consecutive operations of a forward as a function of their own: one stage's work."""
+
+    takes: tuple[str, ...]
+    """Names of the values that it takes from the segment before."""
+
+    gives: tuple[str, ...]
+    """Names of the values that it gives to the next; empty for the last, which gives the model's output."""
+
+    inputs: tuple[int, ...]
+    """Numbers of the model's inputs that it reads itself."""
+
+    targets: tuple[str, ...]
+    """Paths of the modules, parameters and buffers that it uses."""
+
+    run: Callable[..., Any]
+    """Called with a SegmentModule, the inputs and the taken values."""
+
+    needs_grad: tuple[bool, ...]
+    """For each given tensor, in packing order: whether it needs a gradient."""
+
+    draws: bool
+    """Whether it draws random numbers."""
+
+    trains_beside: bool
+    """Whether some trained values in it do not depend on what it takes."""
+
+
 def forget(traced: TracedForward) -> None:
     """Release the example values, and with them weights: nodes are in reference cycles, which are collected late."""
     for node in traced.graph.nodes:
