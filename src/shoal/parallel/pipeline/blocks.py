@@ -83,6 +83,10 @@ class AbsentTensor(Tensor):
         name = getattr(func, "__name__", str(func))
         if _writes(name) and args and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor):
             raise StageCannotRun(_needs(f"is written into another ('{name}')"))
+        # A graph that ends in values without data is of no use to anybody.
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda t: t if isinstance(t, FakeTensor) else t.detach(), (args, kwargs)
+        )
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 result = func(*args, **kwargs)
@@ -331,6 +335,8 @@ class BlockRunner:
         if [number for number, _ in calls] != list(range(len(self._blocks))):
             return None
         takes = self._places_taken(inputs)
+        if len(takes) != len(modules):
+            return None  # what is done before a block depends on results of layers
         changed = {name for name in versions[0] if any(each[name] != versions[0][name] for each in versions)}
         kept = {name for name, _ in model.named_buffers()} - changed
         outside = [n for n in kept if not any(n.startswith(f"{path}.") for path in self._names)]
