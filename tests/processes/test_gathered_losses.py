@@ -83,9 +83,12 @@ trainer.fit(shoal.Dataset.from_arrays((x, y)).batch(14))
 """
 
 
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("ddp", 3), ("fsdp", 3), ("dp=2,tp=2", 4), ("fsdp=2,pp=2", 4)]
+)
 def test_a_forward_that_mixes_samples_is_refused_by_its_layer(
-    launch_script: Launch,
+    launch_script: Launch, strategy: str, workers: int
 ) -> None:
-    done = launch_script(MIXING, workers=3, strategy="ddp")
+    done = launch_script(MIXING, workers=workers, strategy=strategy)
     assert isinstance(done.error, ForwardMixesSamples), done.stderr
     assert (done.error.layer, done.error.kind) == ("1", "Centred")

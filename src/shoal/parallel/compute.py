@@ -396,7 +396,7 @@ class Compute:
 
     def _refuse_mixing(self, piece: Slice, strategy: str) -> None:
         inputs = self._split(self._placed(piece.batch))[0]
-        _refuse_mixing(self._job, self._call, inputs, piece.num_local, strategy)
+        refuse_mixing(self._job, self._call, inputs, piece.num_local, strategy)
 
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients."""
@@ -507,9 +507,10 @@ def check_loss_in_forward(
                 _note_drift()
 
 
-def _refuse_mixing(
+def refuse_mixing(
     job: TrainJob, call: Callable[[Tree], Any], inputs: Tree, num_local: int, strategy: str
 ) -> None:
+    """Refuse a forward whose result for a sample depends on the others of the slice; under verify it is only named."""
     if any(tensor.dim() == 0 or len(tensor) != max(num_local, 1) for tensor in tensors(inputs)):
         return  # a batch of the user's own collate function, not cut by rows
 
@@ -559,7 +560,7 @@ class OwnLoopTrial:
         gathering.enter(None)
         try:
             inputs = args, kwargs
-            _refuse_mixing(
+            refuse_mixing(
                 self._job, lambda given: model(*given[0], **given[1]), inputs, scope.num_local, self._strategy
             )
         finally:

@@ -27,11 +27,11 @@ from shoal.config import strategy as strategies
 from shoal.config.choices import SCHEDULES
 from shoal.config.job import Job
 from shoal.data.slice import Slice
-from shoal.data.tree import Tree, leaves, map_tensors
+from shoal.data.tree import Tree, leaves, map_tensors, tensors
 from shoal.errors import ClusterError, ConfigError, PeerLost, StageCannotRun, TrainingError
 from shoal.parallel import fsdp as fsdp_cut
 from shoal.parallel import own_gradients, parameter_loss
-from shoal.parallel.compute import ModelCall, check_loss_in_forward, place, run_again
+from shoal.parallel.compute import ModelCall, autocast, check_loss_in_forward, place, refuse_mixing, run_again
 from shoal.parallel.ddp import Ddp
 from shoal.parallel.own_forward import OwnForward
 from shoal.parallel.pipeline import plan as pipeline_plan
@@ -41,6 +41,7 @@ from shoal.parallel.pipeline.partition import Partition, find_partition, partiti
 from shoal.parallel.pipeline.runner import PipelineRunner, RetracedRoles
 from shoal.parallel.pipeline.stage import ModelStage
 from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
+from shoal.parallel.sample_mixing import can_be_tried
 from shoal.parallel.state import (
     MODEL,
     LazyTensors,
@@ -331,6 +332,7 @@ class MeshParallel(Ddp):
         if self._offload and self._rank == 0 and self._job.device.type == "cpu":
             note = "--offload keeps shards in the host's memory, and without an accelerator they are there anyway: nothing is moved"
             print(f"note: {note}, nothing is saved", file=sys.stderr, flush=True)
+        self._refuse_mixed_samples(model)
         plan = None
         if self._axes.tp > 1:
             plan = self._find_tensor_plan(model, mesh)
@@ -360,6 +362,25 @@ class MeshParallel(Ddp):
         if found is not None:
             assert self._ownership is not None
             self._ties = pipeline_state.TiedGradients(model, self._ownership, mesh["pp"].get_group())
+
+    def _refuse_mixed_samples(self, model: nn.Module) -> None:
+        """Try the model on the first of the data, while every rank has all of it: once it is cut, its forward is collective.
+
+        Not in a loop of the script's own or a training step, which may turn batches before they call the model.
+        """
+        job = self._job
+        is_called_so = job.training_step is None and not job.is_own_loop and not job.loss.is_in_forward
+        if (
+            self._axes.num_data_ranks == 1
+            or job.first_inputs is None
+            or not is_called_so
+            or not can_be_tried(model)
+        ):
+            return
+        inputs = place(job.first_inputs(), job.device, job.cast_inputs)
+        num_rows = max((len(tensor) for tensor in tensors(inputs) if tensor.dim()), default=0)
+        with autocast(job):
+            refuse_mixing(job, ModelCall(model), inputs, num_rows, str(self._axes))
 
     def _find_tensor_plan(self, model: nn.Module, mesh: DeviceMesh) -> TensorPlan:
         """Which layers tp cuts. Blocks known by names are tried first, where there is data to try them on."""
