@@ -61,6 +61,7 @@ from shoal.parallel.state import (
 )
 from shoal.parallel.step import StepExchange
 from shoal.parallel.tensor_parallel import cut as tensor_cut
+from shoal.parallel.tensor_parallel import dtensor_fixes
 from shoal.parallel.tensor_parallel import plan as tensor_plan
 from shoal.parallel.tensor_parallel.attention import disable_encoder_fast_path
 from shoal.parallel.tensor_parallel.blocks import BlockTrial
@@ -116,6 +117,8 @@ class MeshParallel(Ddp):
         self._job = job
         if self._axes.pp > 1:
             pipeline_stage.refuse_old_torch()
+        if self._axes.tp > 1:
+            dtensor_fixes.refuse_old_torch()
         if job.build_optimizer is not None:
             self._refuse_rows(job.model)
         if job.is_own_loop and self._axes.pp > 1 and self._axes.tp > 1:
