@@ -48,15 +48,15 @@ def loss(output, target):
     return F.cross_entropy(scores, target, reduction="none").mean() + 0.01 * output["norm"].mean()
 
 class Decides(Net):
-    # Nothing that can be traced: reads numbers out of the batch, keeps the value before the blocks for every block.
+    # Nothing that can be traced: reads numbers out of the batch; every block takes a value that is computed before them.
     def forward(self, ids, known):
         mask = (known > 0).to(self.places.dtype)[:, :, None]
         if bool((known < 0).any()):
-            mask = mask * (1 + 0.1 * torch.tensor(known.sign().tolist(), dtype=mask.dtype)[:, :, None])
+            mask = mask + 0.1 * torch.tensor((known < 0).tolist(), dtype=mask.dtype)[:, :, None]
         x = self.table(ids) + self.places[: ids.shape[1]]
-        start = x
+        gate = mask * x.sigmoid()
         for block in self.blocks:
-            x = block(x, mask * start.sigmoid())
+            x = block(x, gate)
         return {"scores": self.head(x).flatten(1), "norm": x.norm(dim=(1, 2))}
 
 class Normed(nn.Module):
