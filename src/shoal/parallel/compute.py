@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -35,7 +36,13 @@ from shoal.errors import ConfigError, ForwardMixesSamples, LossDoesNotRecombine,
 from shoal.parallel import gathering, own_gradients
 from shoal.parallel.batch_dependence import THE_MODEL, draws_numbers, mixing_layers, note_mixing
 from shoal.parallel.protocol import LossSum, TrainJob
-from shoal.parallel.sample_mixing import can_be_tried, refuse_mixed_samples, unchanged
+from shoal.parallel.sample_mixing import (
+    NUM_SAMPLES,
+    buffers_of_slices,
+    can_be_tried,
+    refuse_mixed_samples,
+    unchanged,
+)
 from shoal.runtime.seeds import mix
 
 
@@ -520,20 +527,58 @@ def refuse_mixing(
             if is_still():
                 refuse()
 
+    # What mixes in training mode alone does as BatchNorm does, and is only named.
+    known = {layer.layer for layer in mixing_layers(job.model)}
+    in_training = [module for name, module in job.model.named_modules() if (name or THE_MODEL) in known]
     if jobs.current().verify is None:
         try_out(job.model.modules())
+        if job.model not in _noted:
+            _noted.add(job.model)
+            try:
+                try_out(in_training)
+            except ForwardMixesSamples as found:
+                _note_own_norm(found)
+            with _on_trial(job, in_training) as is_still, torch.compiler.set_stance("force_eager"):
+                uneven = buffers_of_slices(job.model, call, inputs) if num_local >= NUM_SAMPLES else []
+                if uneven and is_still():
+                    _note_buffers(uneven)
         return
-    # Compared with one process anyway, so it is only named. What mixes in training mode alone does as BatchNorm does.
-    known = {layer.layer for layer in mixing_layers(job.model)}
-    for at_rest in (
-        list(job.model.modules()),
-        [module for name, module in job.model.named_modules() if (name or THE_MODEL) in known],
-    ):
+    # Compared with one process anyway.
+    for at_rest in (list(job.model.modules()), in_training):
         try:
             try_out(at_rest)
         except ForwardMixesSamples as found:
             note_mixing(found.layer, found.kind)
             return
+
+
+_noted: WeakSet[nn.Module] = WeakSet()
+"""Models of which it was said, or need not be, what they do with the samples of a slice in training mode."""
+
+
+def _note_own_norm(found: ForwardMixesSamples) -> None:
+    where = (
+        f"the layer '{found.layer}' ({found.kind})"
+        if found.layer
+        else f"the model's own forward ({found.kind})"
+    )
+    _note(
+        f"{where} mixes the samples of a batch in training mode. Each worker runs it on its own slice, as BatchNorm, which trains something "
+        "else than one process with whole batches"
+    )
+
+
+def _note_buffers(names: Sequence[str]) -> None:
+    named = ", ".join(f"'{name}'" for name in names[:3])
+    _note(
+        f"forward changes {named} otherwise by parts of a batch than by all of it (a sum over samples, a queue of them, a variance). Workers "
+        "average what their slices make of it, which is not what one process has; shoal.gather in forward shows it all rows (ddp, fsdp)"
+    )
+
+
+def _note(text: str) -> None:
+    if jobs.rank() == 0:
+        print(f"note: {text}. `shoal verify` tells by how much results differ", file=sys.stderr, flush=True)
 
 
 class OwnLoopTrial:

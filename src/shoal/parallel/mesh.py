@@ -191,7 +191,9 @@ class MeshParallel(Ddp):
             # A mesh has groups of its own, whose connections may end before those that are watched.
             if not is_over and not any(word in str(error) for word in _BROKEN):
                 refusal = (
-                    tensor_cut.explain_unsupported(error, self._job.model) if self._axes.tp > 1 else None
+                    tensor_cut.explain_unsupported(error, self._job.model)
+                    if self._axes.tp > 1
+                    else tensor_cut.explain_optimizer(error)
                 )
                 by_parameters = parameter_loss.refusal(error, str(self._axes), in_stages=self._axes.pp > 1)
                 raise refusal or by_parameters or error from None

@@ -77,6 +77,34 @@ def refuse_mixed_samples(
     return refuse
 
 
+def buffers_of_slices(model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree) -> list[str]:
+    """Buffers whose change by some samples is not the mean of those by their halves, so that averages over workers are not one process's.
+
+    Sums over samples, queues of samples, a variance. Floating ones are averaged over the workers, of others rank 0's is
+    kept: those must change alike. BatchNorm's are known.
+    """
+    num, half = NUM_SAMPLES, NUM_SAMPLES // 2
+    known = {id(b) for m in model.modules() if isinstance(m, _BatchNorm) for b in m.buffers(recurse=False)}
+    names = [name for name, buffer in model.named_buffers() if id(buffer) not in known]
+    found = []
+    for at in (slice(0, 0), slice(0, num), slice(0, half), slice(half, num)):
+        with _without_hooks_of_script(model), unchanged(model):
+            if at.stop and not _run(model, call, inputs, at).ended:
+                return []
+            now = dict(model.named_buffers())
+            found.append([now[name].detach().double() for name in names])
+    uneven = []
+    for name, before, whole, first, second in zip(names, *found, strict=True):
+        if not before.shape == whole.shape == first.shape == second.shape:
+            uneven.append(name)
+        elif not torch.equal(whole, before) or not torch.equal(first, before):
+            by_whole, by_halves = whole - before, (first + second) / 2 - before
+            size = torch.maximum(by_whole.abs().max(), by_halves.abs().max())
+            if float((by_whole - by_halves).abs().max()) > NOTICED * float(size):
+                uneven.append(name)
+    return uneven
+
+
 @contextlib.contextmanager
 def _without_hooks_of_script(model: nn.Module) -> Iterator[None]:
     """Hooks of the script keep what they see, for a loss say: a trial is not theirs to see. Those of torch and shoal stay."""
