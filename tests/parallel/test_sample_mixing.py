@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.data.slice import Slice
-from shoal.errors import ForwardMixesSamples
+from shoal.errors import ForwardMixesSamples, GradientMixesSamples
 from shoal.parallel import gathering
 from shoal.parallel.compute import Compute
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import TrainJob
-from shoal.parallel.sample_mixing import buffers_of_slices
+from shoal.parallel.sample_mixing import buffers_of_slices, refuse_mixed_gradients
 
 
 class Of(nn.Module):
@@ -346,3 +346,45 @@ def test_buffers_that_slices_change_otherwise_than_a_batch_are_named(what: str, 
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     assert buffers_of_slices(model, model, x) == uneven
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+class Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+class Reversed(Normalised):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient.clamp(-1, 1)
+
+
+@pytest.mark.parametrize(("function", "is_mixed"), [(Normalised, True), (Reversed, False)])
+def test_a_backward_that_depends_on_the_slice_is_refused_by_parameter(function: Any, is_mixed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), Of(function.apply), nn.Tanh(), nn.Linear(5, 3))
+    refuse = refuse_mixed_gradients(model, model, torch.randn(7, 6), "ddp")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if not is_mixed:
+        refuse()
+        return
+    with pytest.raises(
+        GradientMixesSamples, match=r"the gradient of '0\.weight' over four samples"
+    ) as refused:
+        refuse()
+    assert refused.value.gap > 0.1
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Dropout(0.5), nn.LSTM(6, 6, batch_first=True), nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)],
+)
+def test_gradients_of_ordinary_layers_add_up(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), layer).eval()
+    refuse_mixed_gradients(model, model, torch.randn(5, 3, 6), "ddp")()

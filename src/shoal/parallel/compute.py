@@ -29,10 +29,17 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.collectives.sync_batchnorm import RanksOfBatch
 from shoal.config import job as jobs
+from shoal.config import strategy as strategies
 from shoal.data.slice import LABELS, Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, map_tensors, tensors
 from shoal.embedding.hash_embedding import HashEmbedding
-from shoal.errors import ConfigError, ForwardMixesSamples, LossDoesNotRecombine, TrainingError
+from shoal.errors import (
+    ConfigError,
+    ForwardMixesSamples,
+    GradientMixesSamples,
+    LossDoesNotRecombine,
+    TrainingError,
+)
 from shoal.parallel import gathering, own_gradients
 from shoal.parallel.batch_dependence import THE_MODEL, draws_numbers, mixing_layers, note_mixing
 from shoal.parallel.protocol import LossSum, TrainJob
@@ -40,6 +47,7 @@ from shoal.parallel.sample_mixing import (
     NUM_SAMPLES,
     buffers_of_slices,
     can_be_tried,
+    refuse_mixed_gradients,
     refuse_mixed_samples,
     unchanged,
 )
@@ -526,6 +534,11 @@ def refuse_mixing(
             refuse = refuse_mixed_samples(job.model, call, inputs, num_local, strategy)
             if is_still():
                 refuse()
+            # Rows of tables on servers are pushed by what their backward keeps.
+            if num_local >= NUM_SAMPLES and not strategies.parse(jobs.current().strategy).has_servers:
+                refuse = refuse_mixed_gradients(job.model, call, inputs, strategy)
+                if is_still():
+                    refuse()
 
     # What mixes in training mode alone does as BatchNorm does, and is only named.
     known = {layer.layer for layer in mixing_layers(job.model)}
@@ -538,6 +551,8 @@ def refuse_mixing(
                 try_out(in_training)
             except ForwardMixesSamples as found:
                 _note_own_norm(found)
+            except GradientMixesSamples:  # of such a norm
+                pass
             with _on_trial(job, in_training) as is_still, torch.compiler.set_stance("force_eager"):
                 uneven = buffers_of_slices(job.model, call, inputs) if num_local >= NUM_SAMPLES else []
                 if uneven and is_still():
@@ -549,6 +564,9 @@ def refuse_mixing(
             try_out(at_rest)
         except ForwardMixesSamples as found:
             note_mixing(found.layer, found.kind)
+            return
+        except GradientMixesSamples as found:
+            note_mixing(found.parameter, "its gradient")
             return
 
 

@@ -31,7 +31,7 @@ from shoal.data.tree import Tree, leaves, map_tensors, tensors
 from shoal.errors import ClusterError, ConfigError, PeerLost, StageCannotRun, TrainingError
 from shoal.parallel import fsdp as fsdp_cut
 from shoal.parallel import own_gradients, parameter_loss
-from shoal.parallel.compute import ModelCall, autocast, check_loss_in_forward, place, refuse_mixing, run_again
+from shoal.parallel.compute import ModelCall, check_loss_in_forward, place, refuse_mixing, run_again
 from shoal.parallel.ddp import Ddp
 from shoal.parallel.own_forward import OwnForward
 from shoal.parallel.pipeline import plan as pipeline_plan
@@ -384,8 +384,7 @@ class MeshParallel(Ddp):
             return
         inputs = place(job.first_inputs(), job.device, job.cast_inputs)
         num_rows = max((len(tensor) for tensor in tensors(inputs) if tensor.dim()), default=0)
-        with autocast(job):
-            refuse_mixing(job, ModelCall(model), inputs, num_rows, str(self._axes))
+        refuse_mixing(job, ModelCall(model), inputs, num_rows, str(self._axes))
 
     def _find_tensor_plan(self, model: nn.Module, mesh: DeviceMesh) -> TensorPlan:
         """Which layers tp cuts. Blocks known by names are tried first, where there is data to try them on."""
