@@ -54,7 +54,7 @@ class AbsentTensor(Tensor):
             cls, fake.shape, dtype=fake.dtype, device=fake.device, strides=fake.stride()
         )
         made.fake, made.value = fake, None
-        return made  # type: ignore[no-any-return]  # torch says nothing of its type
+        return made
 
     @staticmethod
     def like(tensor: Tensor) -> AbsentTensor:
@@ -95,7 +95,7 @@ class AbsentTensor(Tensor):
         return pytree.tree_map_only(FakeTensor, AbsentTensor, result)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is no class method
         return cls.__torch_function__(func, types, args, kwargs)
 
 
@@ -240,7 +240,7 @@ class BlockRunner:
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 args, kwargs = pytree.tree_map_only(AbsentTensor, _present, (args, kwargs))
-                return block._call_impl(*args, **kwargs)
+                return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
 
             return call
 
@@ -255,7 +255,7 @@ class BlockRunner:
         before = {block: block.__dict__.get("_compiled_call_impl") for block in blocks}
         for block, call in blocks.items():
             # Stands for the call as a whole, hooks included: those of fsdp would wait for a backward.
-            block._compiled_call_impl = call  # type: ignore[assignment]  # what torch.compile puts there
+            block._compiled_call_impl = call
         try:
             yield
         finally:
@@ -272,7 +272,7 @@ class BlockRunner:
         )
         key = (number, block.training, str(spec), shapes) if is_known else None
         if key not in self._results:
-            result = block._call_impl(*args, **kwargs)
+            result = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
             given = pytree.tree_leaves(result)
             if key is None or not all(isinstance(leaf, (AbsentTensor, *_PLAIN)) for leaf in given):
                 return result
@@ -309,7 +309,7 @@ class BlockRunner:
                 tensors.append([])
                 states.append(_generators(self._like))
                 versions.append(_versions(model))
-                return self._blocks[number]._call_impl(*args, **kwargs)
+                return self._blocks[number]._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
 
             return call
 
@@ -323,7 +323,7 @@ class BlockRunner:
         handle = register_module_forward_pre_hook(at_module)
         try:
             for number, block in enumerate(self._blocks):
-                block._compiled_call_impl = at_block(number)  # type: ignore[assignment]  # as above
+                block._compiled_call_impl = at_block(number)
             with unchanged(model), Uses(), torch.enable_grad():
                 self._forward(list(leaves(inputs)))
                 states.append(_generators(self._like))
@@ -381,7 +381,7 @@ class BlockRunner:
 
         try:
             for number, block in enumerate(self._blocks):
-                block._compiled_call_impl = at_block(number)  # type: ignore[assignment]  # as above
+                block._compiled_call_impl = at_block(number)
             with unchanged(self._model), _swapped(kept):
                 # What comes after the last block may decide by its results.
                 with contextlib.suppress(StageCannotRun):

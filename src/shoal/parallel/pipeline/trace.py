@@ -343,7 +343,7 @@ def _applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` as an operation of a graph: recorded whole, or its own backward would be lost."""
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        return function.apply(*args, **kwargs)
+        return function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
 
     apply.__name__ = apply.__qualname__ = f"apply_{function.__name__}"
     return apply
