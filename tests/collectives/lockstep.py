@@ -1,6 +1,6 @@
 """Ranks as threads of this process, for what does not depend on how bytes travel.
 
-    with_ranks(3, lambda native: gather_any(native, mine(native.rank)))   # every rank's result, in rank order
+    with_ranks(3, lambda group: gather_any(group, mine(group.rank)))   # every rank's result, in rank order
 
 Real processes over gloo run the same functions in tests/processes/test_collectives.py.
 """

@@ -40,16 +40,16 @@ def part(rank: int, step: int) -> Tensor:
 def run(name: str, num_workers: int, num_steps: int, *, break_at: int | None = None) -> list[Any]:
     """Every rank's sums of all steps, its compressor and its rank."""
 
-    def work(native: Any) -> Any:
+    def work(group: Any) -> Any:
         each = compressor(name)
         assert each is not None
         sums = []
         for step in range(num_steps):
             if step == break_at:  # the exchange is run once, breaks, and is run again
-                each.finish(each.start(0, part(native.rank, step), LAYOUT, native), native, "a sum")
+                each.finish(each.start(0, part(group.rank, step), LAYOUT, group), group, "a sum")
                 each.abandon()
-            flat = part(native.rank, step)
-            each.finish(each.start(0, flat, LAYOUT, native), native, "a sum")
+            flat = part(group.rank, step)
+            each.finish(each.start(0, flat, LAYOUT, group), group, "a sum")
             each.commit()
             sums.append(flat)
         return sums, each
@@ -124,7 +124,7 @@ def test_residuals_in_a_checkpoint_are_not_lost_at_another_number_of_ranks(num_a
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_a_model_go_through_it(name: str) -> None:
-    def work(native: Any) -> list[Tensor | None]:
+    def work(group: Any) -> list[Tensor | None]:
         model = nn.Linear(20, 30)
         unused = nn.Parameter(torch.ones(3))
         with torch.no_grad():
@@ -132,8 +132,8 @@ def test_gradients_of_a_model_go_through_it(name: str) -> None:
             model.bias.zero_()
         named = [*model.named_parameters(), ("unused", unused)]
         exchange = GradientExchange(named, sparse=frozenset(), compressor=compressor(name))
-        exchange.arm(native)
-        model(torch.full((2, 20), float(native.rank + 1))).sum().backward()
+        exchange.arm(group)
+        model(torch.full((2, 20), float(group.rank + 1))).sum().backward()
         exchange.finish()
         exchange.close()
         return [model.weight.grad, model.bias.grad, unused.grad]

@@ -62,13 +62,13 @@ def summed(num_workers: int, step: int) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_every_rank_holds_the_sum_and_none_where_nobody_had_a_gradient(num_workers: int) -> None:
-    def run(native: Any) -> list[dict[str, Tensor | None]]:
+    def run(group: Any) -> list[dict[str, Tensor | None]]:
         model = net()
         exchange = exchange_of(model)
         steps = []
         for step in range(3):
-            exchange.arm(native)
-            model(*inputs(native.rank, step), native.rank).backward()
+            exchange.arm(group)
+            model(*inputs(group.rank, step), group.rank).backward()
             exchange.finish()
             steps.append(
                 {
@@ -92,12 +92,12 @@ def test_every_rank_holds_the_sum_and_none_where_nobody_had_a_gradient(num_worke
 
 
 def test_only_what_comes_after_arming_is_sent() -> None:
-    def run(native: Any) -> Tensor:
+    def run(group: Any) -> Tensor:
         model = net()
         exchange = exchange_of(model)
-        model(*inputs(native.rank, 0), native.rank).backward()  # accumulates; nothing leaves yet
-        exchange.arm(native)
-        model(*inputs(native.rank, 0), native.rank).backward()
+        model(*inputs(group.rank, 0), group.rank).backward()  # accumulates; nothing leaves yet
+        exchange.arm(group)
+        model(*inputs(group.rank, 0), group.rank).backward()
         exchange.finish()
         assert model.first.weight.grad is not None
         return model.first.weight.grad.clone()
@@ -109,11 +109,11 @@ def test_only_what_comes_after_arming_is_sent() -> None:
 
 
 def test_a_rank_that_ran_no_backward_sends_nothing_and_gets_the_sum() -> None:
-    def run(native: Any) -> dict[str, Tensor | None]:
+    def run(group: Any) -> dict[str, Tensor | None]:
         model = net()
         exchange = exchange_of(model)
-        exchange.arm(native)
-        if native.rank == 0:
+        exchange.arm(group)
+        if group.rank == 0:
             model(*inputs(0, 0), 0).backward()
         exchange.finish()
         return {n: p.grad.to_dense() if p.grad is not None else None for n, p in model.named_parameters()}
@@ -127,32 +127,32 @@ def test_a_rank_that_ran_no_backward_sends_nothing_and_gets_the_sum() -> None:
 
 
 def test_a_rank_keeps_its_own_contribution_apart_from_the_sum() -> None:
-    def run(native: Any) -> bool:
+    def run(group: Any) -> bool:
         weight = nn.Parameter(torch.ones(2))
         exchange = GradientExchange([("w", weight)], sparse=frozenset())
-        exchange.arm(native)
-        (weight * (native.rank + 1)).sum().backward()
+        exchange.arm(group)
+        (weight * (group.rank + 1)).sum().backward()
         mine = weight.grad
         assert mine is not None
         exchange.finish()
         assert weight.grad is not None
-        return mine.tolist() == [native.rank + 1.0] * 2 and weight.grad.tolist() == [3.0, 3.0]
+        return mine.tolist() == [group.rank + 1.0] * 2 and weight.grad.tolist() == [3.0, 3.0]
 
     assert with_ranks(2, run) == [True, True]
 
 
 def test_gradients_that_cannot_be_laid_out_are_refused_by_name() -> None:
-    def dense_for_sparse(native: Any) -> None:
+    def dense_for_sparse(group: Any) -> None:
         model = net()
         exchange = exchange_of(model)
-        exchange.arm(native)
+        exchange.arm(group)
         model.table.weight.sum().backward()
         exchange.finish()
 
-    def sparse_for_dense(native: Any) -> None:
+    def sparse_for_dense(group: Any) -> None:
         model = net()
         exchange = exchange_of(model, sparse=())
-        exchange.arm(native)
+        exchange.arm(group)
         model(*inputs(0, 0), 0).backward()
 
     with pytest.raises(TrainingError, match=r"'table.weight' is the weight of an embedding with sparse=True"):
@@ -162,10 +162,10 @@ def test_gradients_that_cannot_be_laid_out_are_refused_by_name() -> None:
 
 
 def test_a_gradient_that_was_sent_cannot_change_any_more() -> None:
-    def twice(native: Any) -> None:
+    def twice(group: Any) -> None:
         weight = nn.Parameter(torch.ones(2))
         exchange = GradientExchange([("w", weight)], sparse=frozenset())
-        exchange.arm(native)
+        exchange.arm(group)
         weight.sum().backward()
         weight.sum().backward()
 
@@ -174,11 +174,11 @@ def test_a_gradient_that_was_sent_cannot_change_any_more() -> None:
 
 
 def test_closed_it_leaves_the_parameters_alone() -> None:
-    def run(native: Any) -> int:
+    def run(group: Any) -> int:
         weight = nn.Parameter(torch.ones(2))
         exchange = GradientExchange([("w", weight)], sparse=frozenset())
         exchange.close()
-        exchange.arm(native)
+        exchange.arm(group)
         weight.sum().backward()
         weight.sum().backward()
         return len(weight._post_accumulate_grad_hooks or {})  # type: ignore[attr-defined]

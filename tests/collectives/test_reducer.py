@@ -29,7 +29,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor | None:
 @settings(max_examples=40, deadline=None)
 @given(brought=st.lists(tensors(), min_size=1, max_size=4))
 def test_every_rank_gets_every_ranks_tensor(brought: list[torch.Tensor | None]) -> None:
-    for gathered in with_ranks(len(brought), lambda native: gather_any(native, brought[native.rank])):
+    for gathered in with_ranks(len(brought), lambda group: gather_any(group, brought[group.rank])):
         assert len(gathered) == len(brought)
         for part, given_one in zip(gathered, brought, strict=True):
             if given_one is None:
@@ -40,9 +40,7 @@ def test_every_rank_gets_every_ranks_tensor(brought: list[torch.Tensor | None]) 
 
 
 def test_a_rank_without_a_tensor_gives_rows_that_fit_the_others() -> None:
-    gathered = with_ranks(
-        2, lambda native: gather_any(native, torch.ones(3, 2).half() if native.rank else None)
-    )
+    gathered = with_ranks(2, lambda group: gather_any(group, torch.ones(3, 2).half() if group.rank else None))
     assert torch.cat(gathered[0]).shape == (3, 2)
     assert gathered[0][0].dtype == torch.float16
 
@@ -51,7 +49,7 @@ def test_strides_do_not_travel() -> None:
     def mine(rank: int) -> Any:
         return torch.arange(6.0).reshape(2, 3).t()[rank:]
 
-    for gathered in with_ranks(2, lambda native: gather_any(native, mine(native.rank))):
+    for gathered in with_ranks(2, lambda group: gather_any(group, mine(group.rank))):
         assert all(torch.equal(part, mine(rank)) for rank, part in enumerate(gathered))
 
 
@@ -60,21 +58,21 @@ def test_a_sum_is_added_in_rank_order_on_every_rank() -> None:
     values = [1e16, 1.0, -1e16, 1.0]
     expected = ((values[0] + values[1]) + values[2]) + values[3]
     sums = with_ranks(
-        4, lambda native: sum_in_rank_order(native, torch.tensor([values[native.rank]], dtype=torch.float64))
+        4, lambda group: sum_in_rank_order(group, torch.tensor([values[group.rank]], dtype=torch.float64))
     )
     assert [float(one) for one in sums] == [expected] * 4 != [sum(sorted(values))] * 4
 
 
 def test_what_is_summed_is_not_changed() -> None:
     mine = [torch.ones(2), torch.full((2,), 2.0)]
-    sums = with_ranks(2, lambda native: sum_in_rank_order(native, mine[native.rank]))
+    sums = with_ranks(2, lambda group: sum_in_rank_order(group, mine[group.rank]))
     assert [one.tolist() for one in (*sums, *mine)] == [[3.0, 3.0], [3.0, 3.0], [1.0, 1.0], [2.0, 2.0]]
 
 
 @pytest.mark.parametrize("dims", [0, 8])
 def test_up_to_eight_dims(dims: int) -> None:
     value = torch.ones([1] * dims)
-    assert with_ranks(1, lambda native: gather_any(native, value))[0][0].shape == value.shape
+    assert with_ranks(1, lambda group: gather_any(group, value))[0][0].shape == value.shape
 
 
 class Work:
@@ -98,7 +96,7 @@ class Work:
         return self._is_done
 
 
-def native(*, is_broken: bool = False) -> Native:
+def group(*, is_broken: bool = False) -> Native:
     return Native(rank=0, num_workers=2, is_broken=lambda: is_broken)
 
 
@@ -107,31 +105,31 @@ def native(*, is_broken: bool = False) -> Native:
 def test_work_that_ends_right_after_a_look_in_vain_is_done_and_nobody_lost(
     looks_in_vain: int, done_after_the_last: bool
 ) -> None:
-    native().finish(Work(looks_in_vain=looks_in_vain, done_after_the_last=done_after_the_last), "a sum")
+    group().finish(Work(looks_in_vain=looks_in_vain, done_after_the_last=done_after_the_last), "a sum")
 
 
 @pytest.mark.parametrize("looks_in_vain", [0, 1])
 def test_work_that_broke_tells_why_not_that_a_look_was_in_vain(looks_in_vain: int) -> None:
     work = Work(looks_in_vain=looks_in_vain, done_after_the_last=True, error="Connection closed by peer")
     with pytest.raises(PeerLost) as lost:
-        native().finish(work, "a sum")
+        group().finish(work, "a sum")
     assert lost.value.reason == "Connection closed by peer"
 
 
 def test_a_closed_connection_ends_a_wait_that_would_go_on() -> None:
     with pytest.raises(PeerLost, match="a connection of the group was closed"):
-        native(is_broken=True).finish(Work(looks_in_vain=9, done_after_the_last=False), "a sum")
+        group(is_broken=True).finish(Work(looks_in_vain=9, done_after_the_last=False), "a sum")
 
 
 def test_far_tensors_are_summed_and_gathered_as_if_they_were_near() -> None:
-    def run(native: Any) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
+    def run(group: Any) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
         # One rank computes on a device and the others do not, as in a job of different kinds.
-        staged = HostStaged(native, is_far=lambda tensor: native.rank == 1)
-        tensor = torch.arange(5.0) * (native.rank + 1)
+        staged = HostStaged(group, is_far=lambda tensor: group.rank == 1)
+        tensor = torch.arange(5.0) * (group.rank + 1)
         work = staged.start_all_reduce(tensor)
-        untouched = torch.equal(tensor, torch.arange(5.0) * (native.rank + 1))
+        untouched = torch.equal(tensor, torch.arange(5.0) * (group.rank + 1))
         staged.finish(work, "a sum")
-        return tensor, staged.all_gather(torch.tensor([native.rank])), untouched
+        return tensor, staged.all_gather(torch.tensor([group.rank])), untouched
 
     results = with_ranks(3, run)
     for total, gathered, _ in results:

@@ -31,7 +31,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 class Lines:
-    """Wires between threads of this process."""
+    """P2P between threads of this process."""
 
     def __init__(self, queues: dict[tuple[int, int], Any], rank: int, num_ranks: int) -> None:
         self._queues, self.rank, self.num_ranks = queues, rank, num_ranks
@@ -53,13 +53,13 @@ class Lines:
 
 
 class Part(Lines):
-    """The wires between some of the ranks."""
+    """The p2p between some of the ranks."""
 
-    def __init__(self, wires: Lines, ranks: list[int]) -> None:
+    def __init__(self, p2p: Lines, ranks: list[int]) -> None:
         queues = {
-            (a, b): wires._queues[ranks[a], ranks[b]] for a in range(len(ranks)) for b in range(len(ranks))
+            (a, b): p2p._queues[ranks[a], ranks[b]] for a in range(len(ranks)) for b in range(len(ranks))
         }
-        super().__init__(queues, ranks.index(wires.rank), len(ranks))
+        super().__init__(queues, ranks.index(p2p.rank), len(ranks))
 
 
 def on_all(num_ranks: int, run: Callable[[Lines], Any]) -> list[Any]:
@@ -79,9 +79,9 @@ def on_all(num_ranks: int, run: Callable[[Lines], Any]) -> list[Any]:
 
 
 def summed(scheme: str, parts: list[Tensor]) -> list[Tensor]:
-    def run(wires: Lines) -> Tensor:
-        flat = parts[wires.rank].clone()
-        SCHEMES[scheme].all_reduce(wires, flat)
+    def run(p2p: Lines) -> Tensor:
+        flat = parts[p2p.rank].clone()
+        SCHEMES[scheme].all_reduce(p2p, flat)
         return flat
 
     return on_all(len(parts), run)
@@ -119,10 +119,10 @@ def test_a_sum_of_hosts_has_one_order_and_the_same_bits_on_hosts_of_one_and_of_t
     for part in parts:
         part[:3] = -0.0
 
-    def run(wires: Lines) -> Tensor:
-        flat, rank = parts[wires.rank].clone(), wires.rank
-        home = Part(wires, [0, 1] if rank < 2 else [2])
-        between = Part(wires, [0, 2]) if rank != 1 else None
+    def run(p2p: Lines) -> Tensor:
+        flat, rank = parts[p2p.rank].clone(), p2p.rank
+        home = Part(p2p, [0, 1] if rank < 2 else [2])
+        between = Part(p2p, [0, 2]) if rank != 1 else None
         Hierarchical(partial(chain.all_reduce, home), between).all_reduce(flat)
         return flat.view(torch.int32)
 

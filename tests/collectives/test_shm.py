@@ -52,9 +52,9 @@ def in_rank_order(num_workers: int, number: int, size: int, dtype: torch.dtype) 
 def test_every_rank_gets_the_sum_in_rank_order(
     num_workers: int, tensors: list[tuple[int, torch.dtype]], started_first: int
 ) -> None:
-    def run(native: Any) -> list[Tensor]:
-        reducer = Shm(native, num_cores=1)
-        mine = [part(native.rank, number, *each) for number, each in enumerate(tensors)]
+    def run(group: Any) -> list[Tensor]:
+        reducer = Shm(group, num_cores=1)
+        mine = [part(group.rank, number, *each) for number, each in enumerate(tensors)]
         works: list[Any] = []
         for number, tensor in enumerate(mine):
             works.append(reducer.start_all_reduce(tensor))
@@ -71,9 +71,9 @@ def test_every_rank_gets_the_sum_in_rank_order(
 
 
 def test_memory_that_is_not_contiguous_is_summed_in_its_place() -> None:
-    def run(native: Any) -> Tensor:
-        reducer = Shm(native, num_cores=1)
-        whole = torch.full((40, 6), float(native.rank + 1))
+    def run(group: Any) -> Tensor:
+        reducer = Shm(group, num_cores=1)
+        whole = torch.full((40, 6), float(group.rank + 1))
         reducer.finish(reducer.start_all_reduce(whole[:, ::2]), "a sum")
         return whole
 
@@ -87,9 +87,9 @@ def test_a_rank_that_does_not_come_is_named(num_workers: int) -> None:
     gave_up = threading.Barrier(num_workers - 1)
     missing = num_workers - 1
 
-    def run(native: Any) -> str:
-        reducer = Shm(native, num_cores=1, timeout_s=0.3)
-        if native.rank == missing:
+    def run(group: Any) -> str:
+        reducer = Shm(group, num_cores=1, timeout_s=0.3)
+        if group.rank == missing:
             return ""
         tensor = torch.ones(1000)
         with pytest.raises(PeerLost) as caught:
@@ -103,9 +103,9 @@ def test_a_rank_that_does_not_come_is_named(num_workers: int) -> None:
 
 
 def test_a_broken_connection_ends_the_wait_before_its_time() -> None:
-    def run(native: Any) -> None:
-        reducer = Shm(native, num_cores=1, is_broken=lambda: True)
-        if native.rank == 0:
+    def run(group: Any) -> None:
+        reducer = Shm(group, num_cores=1, is_broken=lambda: True)
+        if group.rank == 0:
             with pytest.raises(PeerLost, match="a connection of the group was closed"):
                 reducer.finish(reducer.start_all_reduce(torch.ones(5)), "a sum")
 
@@ -113,9 +113,9 @@ def test_a_broken_connection_ends_the_wait_before_its_time() -> None:
 
 
 def test_what_is_not_a_number_has_the_same_bits_on_every_rank() -> None:
-    def run(native: Any) -> Tensor:
-        mine = torch.full((40,), 0x7FC00001 + native.rank, dtype=torch.int32).view(torch.float32)
-        reducer = Shm(native, num_cores=1)
+    def run(group: Any) -> Tensor:
+        mine = torch.full((40,), 0x7FC00001 + group.rank, dtype=torch.int32).view(torch.float32)
+        reducer = Shm(group, num_cores=1)
         reducer.finish(reducer.start_all_reduce(mine), "a sum")
         return mine.view(torch.int32)
 
@@ -124,11 +124,11 @@ def test_what_is_not_a_number_has_the_same_bits_on_every_rank() -> None:
 
 
 def test_views_that_are_conjugated_or_negated_when_they_are_read() -> None:
-    def run(native: Any) -> tuple[Tensor, Tensor]:
-        reducer = Shm(native, num_cores=1)
-        whole = torch.full((20,), complex(1.0, 2.0 + native.rank))
+    def run(group: Any) -> tuple[Tensor, Tensor]:
+        reducer = Shm(group, num_cores=1)
+        whole = torch.full((20,), complex(1.0, 2.0 + group.rank))
         conjugated, negated = whole.clone().conj(), whole.conj().imag
-        for tensor in (conjugated, negated) if native.rank else (whole.clone(), torch.zeros(20)):
+        for tensor in (conjugated, negated) if group.rank else (whole.clone(), torch.zeros(20)):
             reducer.finish(reducer.start_all_reduce(tensor), "a sum")
         return conjugated, negated
 
@@ -140,8 +140,8 @@ def test_views_that_are_conjugated_or_negated_when_they_are_read() -> None:
 def test_dtypes_that_it_cannot_add_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(shm.KINDS, torch.float16)
 
-    def run(native: Any) -> Tensor:
-        reducer = Shm(native, num_cores=1)
+    def run(group: Any) -> Tensor:
+        reducer = Shm(group, num_cores=1)
         mine = torch.ones(9, dtype=torch.float16)
         work = reducer.start_all_reduce(mine)
         assert work is None  # of the group underneath
@@ -154,15 +154,15 @@ def test_dtypes_that_it_cannot_add_are_left_to_torch(monkeypatch: pytest.MonkeyP
 @settings(max_examples=20, deadline=None)
 @given(num_workers=st.integers(1, 5), sizes=st.lists(st.integers(0, 900), min_size=1, max_size=4))
 def test_every_rank_gathers_every_part_between_sums(num_workers: int, sizes: list[int]) -> None:
-    def run(native: Any) -> list[list[Tensor]]:
-        reducer = Shm(native, num_cores=1)
+    def run(group: Any) -> list[list[Tensor]]:
+        reducer = Shm(group, num_cores=1)
         gathered = []
         for number, size in enumerate(sizes):
             dtype = DTYPES[(number + size) % len(DTYPES)]
-            total = part(native.rank, number, 70, torch.float32)
+            total = part(group.rank, number, 70, torch.float32)
             work = reducer.start_all_reduce(total)
             # Every other element: memory that is not contiguous.
-            mine = part(native.rank, number, 2 * size, dtype)[::2]
+            mine = part(group.rank, number, 2 * size, dtype)[::2]
             gathered.append(reducer.gather_rows(mine))
             reducer.finish(work, "a sum")
             assert torch.equal(total, in_rank_order(num_workers, number, 70, torch.float32))

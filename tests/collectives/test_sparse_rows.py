@@ -47,9 +47,9 @@ def added_by_hand(of_ranks: list[Tensor]) -> tuple[list[int], Tensor]:
 @settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_all_ranks_hold_the_sum_in_rank_order(sizes: list[list[int]]) -> None:
-    def run(native: Any) -> list[Rows]:
-        tables = [rows_of(gradient(native.rank, n, size)) for n, size in enumerate(sizes[native.rank])]
-        return RowExchange(tables, Shm(native, num_cores=1)).finish()
+    def run(group: Any) -> list[Rows]:
+        tables = [rows_of(gradient(group.rank, n, size)) for n, size in enumerate(sizes[group.rank])]
+        return RowExchange(tables, Shm(group, num_cores=1)).finish()
 
     for result in with_ranks(len(sizes), run):
         for number, rows in enumerate(result):

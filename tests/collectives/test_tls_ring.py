@@ -57,10 +57,10 @@ class Ring:
                 name="x", run_dir=Path("x"), rank=rank, num_workers=NUM, host_address=HOST, bind_address=HOST
             )
             if rank == 0:
-                native: Any = _Announcing(self.natives[rank], before)
+                group: Any = _Announcing(self.natives[rank], before)
             else:
-                native = self.natives[rank]
-            return TlsRing(job, native, authority.issue(f"worker-{rank}"))
+                group = self.natives[rank]
+            return TlsRing(job, group, authority.issue(f"worker-{rank}"))
 
         self.rings = list(self.pool.map(open_ring, range(NUM)))
 
@@ -130,8 +130,8 @@ def test_broadcasts_gathers_and_state_go_through_it_too(ring: Ring) -> None:
 
 def test_a_rank_that_leaves_is_lost_to_the_others(ring: Ring) -> None:
     ring.rings[1].close()
-    for native in ring.natives:
-        native.broken = True
+    for group in ring.natives:
+        group.broken = True
 
     def add_up(each: TlsRing) -> str:
         if each.rank == 1:

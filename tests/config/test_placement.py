@@ -101,7 +101,7 @@ def test_whether_devices_exchange_by_themselves(
     monkeypatch.setattr(placement, "visible_devices", lambda: {device.partition(":")[0]: 2})
     placement._placed.cache_clear()
     job = Job(name="x", run_dir=Path("x"), num_workers=2, strategy=strategy, exchange=exchange, device=device)
-    assert placement.meet_on_devices(job) == by_themselves
+    assert placement.groups_on_devices(job) == by_themselves
     placement._placed.cache_clear()
 
 

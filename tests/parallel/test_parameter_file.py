@@ -60,7 +60,7 @@ def built(factory: Callable[[], nn.Module], file: ParameterFile) -> nn.Module:
     torch.manual_seed(7)
     with file.building():
         model = factory()
-    file.take_rest(model)
+    file.move_rest(model)
     return model
 
 

@@ -24,7 +24,7 @@ def test_gathers_sums_and_gradients_over_gloo(launch_script: Callable[..., Launc
 
         group()
         rank, workers = shoal.rank(), shoal.num_workers()
-        native = Native(rank=rank, num_workers=workers)
+        group = Native(rank=rank, num_workers=workers)
 
         def brought(rank, trial):
             g = torch.Generator().manual_seed(100 * trial + rank)
@@ -32,7 +32,7 @@ def test_gathers_sums_and_gradients_over_gloo(launch_script: Callable[..., Launc
             return None if (rank + trial) % 4 == 3 else (torch.randn(rank, 3, trial, generator=g) * 9).to(dtype)
 
         for trial in range(12):
-            for other, part in enumerate(gather_any(native, brought(rank, trial))):
+            for other, part in enumerate(gather_any(group, brought(rank, trial))):
                 theirs = brought(other, trial)
                 assert torch.equal(part, theirs) if theirs is not None else part.numel() == 0, (trial, other)
 
@@ -40,7 +40,7 @@ def test_gathers_sums_and_gradients_over_gloo(launch_script: Callable[..., Launc
         total = 0.0
         for value in values:
             total = total + value
-        assert float(sum_in_rank_order(native, torch.tensor([values[rank]], dtype=torch.float64))) == total
+        assert float(sum_in_rank_order(group, torch.tensor([values[rank]], dtype=torch.float64))) == total
 
         # 1.2 MB of float32 and some float64: several buckets, filled last parameter first.
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ def test_gathers_sums_and_gradients_over_gloo(launch_script: Callable[..., Launc
             expected = [p.grad.to_dense().clone() for _, p in named]
             for _, p in named:
                 p.grad = None
-            exchange.arm(native)
+            exchange.arm(group)
             loss(rank, step).backward()
             exchange.finish()
             for (name, p), wanted in zip(named, expected):

@@ -30,10 +30,10 @@ def threads() -> list[threading.Thread]:
 
 def test_what_succeeds_is_done_and_what_fails_raises_its_own_error() -> None:
     done: list[str] = []
-    forming.unless(never, lambda: install(done), inside=__name__)
+    forming.abortable_init(never, lambda: install(done), inside=__name__)
     assert done == ["installed"]
     with pytest.raises(ZeroDivisionError):
-        forming.unless(never, lambda: print(1 / 0), inside=__name__)
+        forming.abortable_init(never, lambda: print(1 / 0), inside=__name__)
 
 
 def test_what_takes_long_is_given_up_at_once_and_does_nothing_after_its_long_call() -> None:
@@ -45,7 +45,7 @@ def test_what_takes_long_is_given_up_at_once_and_does_nothing_after_its_long_cal
 
     before = time.monotonic()
     with pytest.raises(forming.GivenUp):
-        forming.unless(is_over, act, inside=__name__)
+        forming.abortable_init(is_over, act, inside=__name__)
     assert time.monotonic() - before < 5.0
     (stuck,) = threads()
     may_return.set()
@@ -65,7 +65,7 @@ def test_an_interruption_gives_it_up_too() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        forming.unless(interrupt, act, inside=__name__)
+        forming.abortable_init(interrupt, act, inside=__name__)
     (stuck,) = threads()
     may_return.set()
     stuck.join(10.0)
@@ -84,7 +84,7 @@ def test_nothing_holds_what_a_failed_attempt_had_made() -> None:
         raise RuntimeError("a peer is gone")
 
     try:
-        forming.unless(never, act, inside=__name__)
+        forming.abortable_init(never, act, inside=__name__)
     except RuntimeError:
         pass
     gc.collect()
@@ -102,7 +102,7 @@ def test_a_callback_of_the_long_call_is_not_interrupted() -> None:
         install(done)
 
     with pytest.raises(forming.GivenUp):
-        forming.unless(is_over, act, inside=__name__)
+        forming.abortable_init(is_over, act, inside=__name__)
     (stuck,) = threads()
     looked.set()
     stuck.join(10.0)

@@ -80,14 +80,14 @@ class Group:
             for other, member in self._members.items():
                 member.later(self._world.between(0.0005, 0.01), self._finish, this, other)
 
-    def give(self, donor: Worker, state: Any) -> None:
+    def export_state(self, donor: Worker, state: Any) -> None:
         """From one to another, outside of the collectives: whoever asks `donor` gets this."""
         self._given[donor.rank] = state
         for rank, (giver, _) in list(self._takers.items()):
             if giver == donor.rank:
                 self._members[rank].later(self._world.between(0.0005, 0.01), self._took, rank)
 
-    def take(self, worker: Worker, donor: int, done: Callable[[Any], None]) -> None:
+    def import_state(self, worker: Worker, donor: int, done: Callable[[Any], None]) -> None:
         """Wait for what `donor` gives."""
         self._takers[worker.rank] = (donor, done)
         self._wait(worker)

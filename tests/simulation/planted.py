@@ -80,13 +80,13 @@ class UpdatesTwice(Worker):
 
 
 class TakesNoWeights(Life):
-    def take(self, package: dict[str, Any]) -> None:
-        super().take(package | {"weights": self.weights})
+    def import_state(self, package: dict[str, Any]) -> None:
+        super().import_state(package | {"weights": self.weights})
 
 
 class TakesNoResults(Life):
-    def take(self, package: dict[str, Any]) -> None:
-        super().take(package | {"results": {}})
+    def import_state(self, package: dict[str, Any]) -> None:
+        super().import_state(package | {"results": {}})
 
 
 class TakesInPlace(Life):
@@ -98,9 +98,9 @@ class TakesInPlace(Life):
 
 
 class StartsAtTheCallsBegin(Life):
-    def take(self, package: dict[str, Any]) -> None:
+    def import_state(self, package: dict[str, Any]) -> None:
         call, _ = package["anchor"]
-        super().take(package if self.has_state else package | {"anchor": (call, None)})
+        super().import_state(package if self.has_state else package | {"anchor": (call, None)})
 
 
 class NoAnchorAtTheEnd(Life):
@@ -112,12 +112,12 @@ class NoAnchorAtTheEnd(Life):
 class BeginsFromTheCheckpoint(Worker):
     """A replacement that does not ask whether somebody has something newer."""
 
-    def _take(self, package: Any) -> None:
+    def _import_state(self, package: Any) -> None:
         if not self.life.has_state and self.cluster.disk.checkpoint is not None:
             self.life.begin(self.cluster.disk.checkpoint)
             self._agree()
         else:
-            super()._take(package)
+            super()._import_state(package)
 
 
 class EntersAsIfNew(Worker):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.ps.client.aggregator import Combiner, Forward, Verdict, WorkerPush, merge
+from shoal.ps.client.aggregator import Combiner, Forward, PushAnswer, WorkerPush, merge
 from shoal.ps.server.steps import Staged
 from shoal.runtime.transport.messages.client_server import Committed, DeclareMode, Hello, StepEnd
 from shoal.runtime.transport.messages.message import Message
@@ -55,9 +55,9 @@ class Aggregating(Client):
         if self.members.get(worker.rank) is worker:
             self.combiner.lost(worker.rank)
 
-    def _carry_out(self, actions: list[Forward | Verdict]) -> None:
+    def _carry_out(self, actions: list[Forward | PushAnswer]) -> None:
         for action in actions:
-            if isinstance(action, Verdict):
+            if isinstance(action, PushAnswer):
                 worker = self.members[action.member]
                 worker.later(self.world.between(0.0001, 0.01), worker.told, action.push, action.counts)
                 continue

@@ -108,7 +108,7 @@ class Life:
         self.log.anchor()
         self.anchor = (number, place)
 
-    def package(self) -> dict[str, Any]:
+    def export_state(self) -> dict[str, Any]:
         """All that another rank may lack, as of now."""
         return {
             "weights": self.weights,
@@ -118,7 +118,7 @@ class Life:
             "finished_calls": list(self.finished_calls),
         }
 
-    def take(self, package: dict[str, Any]) -> None:
+    def import_state(self, package: dict[str, Any]) -> None:
         """Take over a donor's state, all at once. Who was there before stays where it is in its script."""
         if self.has_state:
             self.log.inherit(package["results"])

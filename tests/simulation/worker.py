@@ -109,7 +109,7 @@ class Worker(Process):
             elif type(request) is Checkpoint:
                 value = None
                 if self.rank == 0:
-                    self.cluster.disk.checkpoint = self.life.package() | {"anchor": request.anchor}
+                    self.cluster.disk.checkpoint = self.life.export_state() | {"anchor": request.anchor}
             else:
                 assert isinstance(request, training.End)
                 self._ask(ScriptEnded(self.rank, request.num_calls))
@@ -266,21 +266,21 @@ class Worker(Process):
         donor = self._formed.donor
         if donor == self.rank:
             self.cluster.faults.gives(self)
-            self.group.give(self, self.life.package())
+            self.group.export_state(self, self.life.export_state())
         if donor >= 0 and self._is_behind():
             self._is_taking = True
-            self.group.take(self, donor, self._take)
+            self.group.import_state(self, donor, self._import_state)
         else:
             self._agree()
 
-    def _take(self, package: Any) -> None:
+    def _import_state(self, package: Any) -> None:
         assert self._formed is not None
         self._is_taking = False
         self.cluster.failpoint("state is there, not taken", self)
         if self.is_alive:
             self.tell("takes the state of", f"worker {self._formed.donor}", f"after {self._formed.finished}")
             self.cluster.oracle.took(self, had=self._knows())
-            self.life.take(package)
+            self.life.import_state(package)
             self._agree()
 
     def _agree(self) -> None:

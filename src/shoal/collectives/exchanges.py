@@ -1,4 +1,4 @@
-"""Construction of a view's reducer from `--exchange`, and torch's point-to-point wires under the schemes.
+"""Construction of a view's reducer from `--exchange`, and torch's point-to-point p2p under the schemes.
 
 The registry is `shoal.config.choices.EXCHANGES`.
 """
@@ -21,13 +21,13 @@ from shoal.config.job import Job
 from shoal.runtime.transport import tls
 
 
-class TorchWires:
-    """Wires over torch's group; `ranks` are the participants, by their numbers there. Another tag is another connection."""
+class TorchP2P:
+    """P2P over torch's group; `ranks` are the participants, by their numbers there. Another tag is another connection."""
 
-    def __init__(self, native: Native, ranks: list[int] | None = None, *, tag: int = 0) -> None:
-        self._native, self._tag = native, tag
-        self._ranks = ranks if ranks is not None else list(range(native.num_workers))
-        self.rank, self.num_ranks = self._ranks.index(native.rank), len(self._ranks)
+    def __init__(self, group: Native, ranks: list[int] | None = None, *, tag: int = 0) -> None:
+        self._group, self._tag = group, tag
+        self._ranks = ranks if ranks is not None else list(range(group.num_workers))
+        self.rank, self.num_ranks = self._ranks.index(group.rank), len(self._ranks)
 
     def swap(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> None:
         self.wait(self.receive(source, incoming), self.send(to, outgoing))
@@ -43,7 +43,7 @@ class TorchWires:
     def _start(self, act: Callable[..., Any], operation: str, tensor: Tensor, peer: int) -> Any:
         if not tensor.numel():
             return None
-        with self._native.during(operation):
+        with self._group.during(operation):
             # As bytes: gloo knows some dtypes only; NCCL knows all of them, and bytes too.
             return operation, act(tensor.view(torch.uint8), peer, tag=self._tag)
 
@@ -52,41 +52,43 @@ class TorchWires:
             if work is not None:
                 # Without a time-out of its own: gloo gives up a send or a receive whose wait was too short. Whoever
                 # waits for the sum looks at the connections meanwhile.
-                with self._native.during(work[0]):
+                with self._group.during(work[0]):
                     work[1].wait()
 
 
-def open_exchange(job: Job, native: Native) -> Reducer:
+def open_exchange(job: Job, group: Native) -> Reducer:
     """Build the reducer of a new view over its group. Collective."""
     if job.num_workers == 1:
-        return native
+        return group
     placed = placement.of_job(job)
-    reducer = _automatic(job, native) if job.exchange == "auto" else _named(job, native)
+    reducer = _automatic(job, group) if job.exchange == "auto" else _named(job, group)
     # Of devices that can exchange by themselves, torch's own is the fastest; the others work in the host's memory.
-    if placed.accelerator is None or (placement.meet_on_devices(job) and job.exchange in ("auto", "native")):
+    if placed.accelerator is None or (
+        placement.groups_on_devices(job) and job.exchange in ("auto", "native")
+    ):
         return reducer
     return HostStaged(reducer)
 
 
-def _automatic(job: Job, native: Native) -> Reducer:
+def _automatic(job: Job, group: Native) -> Reducer:
     rule = job.exchange_rule or exchange_rule.built_in(
         num_workers=job.num_workers, num_hosts=job.num_hosts, processor=platform.machine()
     )
-    parts = [(most, _named(replace(job, exchange=name), native)) for most, name in exchange_rule.parse(rule)]
+    parts = [(most, _named(replace(job, exchange=name), group)) for most, name in exchange_rule.parse(rule)]
     is_one = len(parts) == 1 and placement.of_job(job).accelerator is None
-    return parts[0][1] if is_one else BySize(native, parts)
+    return parts[0][1] if is_one else BySize(group, parts)
 
 
-def _named(job: Job, native: Native) -> Reducer:
+def _named(job: Job, group: Native) -> Reducer:
     if job.exchange == "native":
-        return native
+        return group
     if job.tls:
         from shoal.collectives.tls_ring import TlsRing  # needs ssl, which a job on one host does not
 
-        return TlsRing(job, native, tls.mine())
+        return TlsRing(job, group, tls.mine())
     made = EXCHANGES[job.exchange].load()
     if isinstance(made, type):
-        reducer: Reducer = made.open(job, native)  # type: ignore[attr-defined]  # a class of the registry has it
+        reducer: Reducer = made.open(job, group)  # type: ignore[attr-defined]  # a class of the registry has it
         return reducer
-    wires = TorchWires(native)
-    return Threaded(native, lambda flat: made(wires, flat))
+    p2p = TorchP2P(group)
+    return Threaded(group, lambda flat: made(p2p, flat))

@@ -237,22 +237,22 @@ class Native:
 class OverNative:
     """Base of exchanges that have an all-reduce of their own and leave the other collectives to torch."""
 
-    _native: Native
+    _group: Native
 
     def broadcast(self, tensor: Tensor) -> None:
-        self._native.broadcast(tensor)
+        self._group.broadcast(tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return self._native.all_gather(tensor)
+        return self._group.all_gather(tensor)
 
     def send_to(self, rank: int, tensor: Tensor) -> None:
-        self._native.send_to(rank, tensor)
+        self._group.send_to(rank, tensor)
 
     def receive_from(self, rank: int, tensor: Tensor) -> None:
-        self._native.receive_from(rank, tensor)
+        self._group.receive_from(rank, tensor)
 
     def during(self, operation: str) -> contextlib.AbstractContextManager[None]:
-        return self._native.during(operation)
+        return self._group.during(operation)
 
 
 Scheme: TypeAlias = Callable[[Tensor], None]  # sums a flat tensor over the ranks, in place
@@ -275,11 +275,11 @@ class Threaded(OverNative):
     """
 
     def __init__(
-        self, native: Native, scheme: Scheme, *, dtypes: Container[torch.dtype] | None = None
+        self, group: Native, scheme: Scheme, *, dtypes: Container[torch.dtype] | None = None
     ) -> None:
         """`dtypes` are those that the scheme can add; None: all."""
-        self.rank, self.num_workers = native.rank, native.num_workers
-        self._native, self._dtypes, self._scheme = native, dtypes, scheme
+        self.rank, self.num_workers = group.rank, group.num_workers
+        self._group, self._dtypes, self._scheme = group, dtypes, scheme
         self._queue: queue.SimpleQueue[_ThreadedWork | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._queue,), name="shoal-exchange", daemon=True)
         self._thread.start()
@@ -288,7 +288,7 @@ class Threaded(OverNative):
         if tensor.layout is not torch.strided or (
             self._dtypes is not None and tensor.dtype not in self._dtypes
         ):
-            return self._native.start_all_reduce(tensor)
+            return self._group.start_all_reduce(tensor)
         flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)
         return self.start(lambda: self._scheme(flat), tensor, flat)
 
@@ -302,10 +302,10 @@ class Threaded(OverNative):
 
     def finish(self, work: object, operation: str) -> None:
         if not isinstance(work, _ThreadedWork):
-            self._native.finish(work, operation)
+            self._group.finish(work, operation)
             return
         while not work.done.wait(LOOK_AROUND_EVERY.total_seconds()):
-            if self._native.is_broken():
+            if self._group.is_broken():
                 raise PeerLost(
                     rank=self.rank, operation=operation, reason="a connection of the group was closed"
                 )
@@ -359,19 +359,19 @@ class BySize(OverNative):
     A function of the size alone, so that every rank takes the same one.
     """
 
-    def __init__(self, native: Native, parts: Sequence[tuple[float, Reducer]]) -> None:
-        self.rank, self.num_workers = native.rank, native.num_workers
-        self._native, self._parts = native, list(parts)
+    def __init__(self, group: Native, parts: Sequence[tuple[float, Reducer]]) -> None:
+        self.rank, self.num_workers = group.rank, group.num_workers
+        self._group, self._parts = group, list(parts)
 
     def start_all_reduce(self, tensor: Tensor) -> Any:
-        by = self._native if tensor.device.type != "cpu" else self._by(tensor.numel() * tensor.element_size())
+        by = self._group if tensor.device.type != "cpu" else self._by(tensor.numel() * tensor.element_size())
         return _RoutedWork(by, by.start_all_reduce(tensor))
 
     def finish(self, work: Any, operation: str) -> None:
         work.by.finish(work.under, operation)
 
     def gather_rows(self, tensor: Tensor) -> list[Tensor]:
-        return gather_rows(self._native if tensor.device.type != "cpu" else self._by(tensor.nbytes), tensor)
+        return gather_rows(self._group if tensor.device.type != "cpu" else self._by(tensor.nbytes), tensor)
 
     def close(self) -> None:
         for _, part in self._parts:

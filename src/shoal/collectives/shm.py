@@ -137,7 +137,7 @@ class Shm(OverNative):
 
     def __init__(
         self,
-        native: Native,
+        group: Native,
         *,
         is_broken: Callable[[], bool] = lambda: False,
         timeout_s: float = 300.0,
@@ -145,9 +145,9 @@ class Shm(OverNative):
         ranks: Sequence[int] | None = None,
     ) -> None:
         """Collective over the whole group: the first of `ranks`, those of one host, makes the memory they map."""
-        self._ranks = list(range(native.num_workers)) if ranks is None else list(ranks)
-        self.rank, self.num_workers = self._ranks.index(native.rank), len(self._ranks)
-        self._native, self._is_broken, self._timeout_s = native, is_broken, timeout_s
+        self._ranks = list(range(group.num_workers)) if ranks is None else list(ranks)
+        self.rank, self.num_workers = self._ranks.index(group.rank), len(self._ranks)
+        self._group, self._is_broken, self._timeout_s = group, is_broken, timeout_s
         # A rank that spins while another has no core keeps it from coming.
         cores = num_cores or len(os.sched_getaffinity(0))
         self._looks = _LOOKS if cores >= self.num_workers else 0
@@ -166,21 +166,21 @@ class Shm(OverNative):
         self._pending: deque[_ShmWork] = deque()
 
     @classmethod
-    def open(cls, job: Job, native: Native, ranks: Sequence[int] | None = None) -> Shm:
-        return cls(native, is_broken=native.is_broken, timeout_s=job.liveness.step_timeout_s, ranks=ranks)
+    def open(cls, job: Job, group: Native, ranks: Sequence[int] | None = None) -> Shm:
+        return cls(group, is_broken=group.is_broken, timeout_s=job.liveness.step_timeout_s, ranks=ranks)
 
     # ---- what a Reducer offers ------------------------------------------------------------------
 
     def start_all_reduce(self, tensor: Tensor) -> object:
         if not _is_known(tensor):
-            return self._native.start_all_reduce(tensor)
+            return self._group.start_all_reduce(tensor)
         return self._start(tensor)
 
     def gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """An all-gather that is part of a step. What a script calls goes by torch: a rank that calls something else there is found
         out at the deadline, and not answered with the bytes of a step."""
-        if not _is_known(tensor) or self.num_workers < self._native.num_workers:
-            return self._native.all_gather(tensor)
+        if not _is_known(tensor) or self.num_workers < self._group.num_workers:
+            return self._group.all_gather(tensor)
         if self.num_workers == 1 or not tensor.numel():
             return [tensor.detach().clone() for _ in range(self.num_workers)]
         gathered = torch.empty((self.num_workers, tensor.nbytes), dtype=torch.uint8)
@@ -207,7 +207,7 @@ class Shm(OverNative):
 
     def finish(self, work: object, operation: str) -> None:
         if not isinstance(work, _ShmWork):
-            self._native.finish(work, operation)
+            self._group.finish(work, operation)
             return
         if not work.is_done:
             self._wait(work, operation)
@@ -265,14 +265,14 @@ class Shm(OverNative):
 
     def _lost(self, operation: str, reason: str) -> PeerLost:
         self._pending.clear()
-        return PeerLost(rank=self._native.rank, operation=operation, reason=reason)
+        return PeerLost(rank=self._group.rank, operation=operation, reason=reason)
 
     def _map(self, num_bytes: int) -> mmap.mmap:
         fd = memfd.create(num_bytes, "shoal exchange") if self.rank == 0 else -1
         try:
             # By the way of /proc: the group's own connections carry no descriptors, and the kernel lets only processes
             # of the same user in.
-            pid, theirs = self._native.all_gather(torch.tensor([os.getpid(), fd]))[self._ranks[0]].tolist()
+            pid, theirs = self._group.all_gather(torch.tensor([os.getpid(), fd]))[self._ranks[0]].tolist()
             try:
                 opened = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
                 try:
@@ -281,9 +281,9 @@ class Shm(OverNative):
                     os.close(opened)
             except (OSError, WireError) as error:  # rank 0 is gone, or another has taken its place
                 raise PeerLost(
-                    rank=self._native.rank, operation="mapping shared memory", reason=str(error)
+                    rank=self._group.rank, operation="mapping shared memory", reason=str(error)
                 ) from None
-            self._native.all_gather(torch.zeros(1))  # rank 0 keeps it open until everybody has it
+            self._group.all_gather(torch.zeros(1))  # rank 0 keeps it open until everybody has it
         finally:
             if fd >= 0:
                 os.close(fd)

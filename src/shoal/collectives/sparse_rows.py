@@ -94,14 +94,18 @@ def _merge(parts: Tensor, num_bytes: int, keys_at: int, rows_at: int, counts: Te
     if not num_rows:
         return Rows(like.keys, like.values)
     if _is_compiled() and like.values.dtype in _TYPES and len(shape) == 1:
-        memory: Any = parts.numpy()
-        keys = np.empty(num_rows, np.int64)
-        sums = np.empty((num_rows, shape[0]), like.values.numpy().dtype)
-        num_keys = row_kernels.merge(
-            memory.view(np.int64), memory.view(sums.dtype), counts.contiguous().numpy(),
-            num_bytes, keys_at, rows_at, keys, sums,
-        )  # fmt: skip
-        return Rows(torch.from_numpy(keys[:num_keys]), torch.from_numpy(sums[:num_keys]))
+        memory: Any = parts.view(len(counts), num_bytes).numpy()
+        dtype, row_bytes = like.values.numpy().dtype, _row_bytes(like)
+        ranks = [(part, count) for part, count in zip(memory, counts.tolist(), strict=True) if count]
+        keys, sums = row_kernels.sum_lists(
+            [part[keys_at : keys_at + 8 * count].view(np.int64) for part, count in ranks],
+            [
+                part[rows_at : rows_at + row_bytes * count].view(dtype).reshape(count, -1)
+                for part, count in ranks
+            ],
+            from_zero=True,
+        )
+        return Rows(torch.from_numpy(keys), torch.from_numpy(sums))
     listed = []
     for part, count in zip(parts.view(len(counts), num_bytes), counts.tolist(), strict=True):
         values = part[rows_at : rows_at + count * _row_bytes(like)].view(like.values.dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.collectives.exchanges import TorchWires
+from shoal.collectives.exchanges import TorchP2P
 from shoal.collectives.reducer import Native, Reducer, Threaded
 from shoal.collectives.schemes import broadcast
 from shoal.collectives.shm import Shm
@@ -190,12 +190,12 @@ class BatchNormRanks(RanksOfBatch):
         if view == self._view:
             return
         self.leave()
-        native = Native(rank=self._job.rank, num_workers=self._job.num_workers, is_broken=self._is_broken)
+        group = Native(rank=self._job.rank, num_workers=self._job.num_workers, is_broken=self._is_broken)
         if self._job.num_hosts == 1 and platform.machine() in ("x86_64", "AMD64"):
-            self._way = Shm.open(self._job, native, self._ranks)
+            self._way = Shm.open(self._job, group, self._ranks)
         else:
-            wires = TorchWires(native, self._ranks, tag=_TAG)
-            self._way = Threaded(native, lambda flat: broadcast.all_reduce(wires, flat))
+            p2p = TorchP2P(group, self._ranks, tag=_TAG)
+            self._way = Threaded(group, lambda flat: broadcast.all_reduce(p2p, flat))
         self._view = view
 
     def leave(self) -> None:

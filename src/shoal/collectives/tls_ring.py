@@ -52,12 +52,12 @@ class _Seat(NamedTuple):
     incarnation: int
 
 
-class TlsWires:
+class TlsP2P:
     """A rank's connections in the ring. `swap` goes from the rank before to the next one, and nowhere else."""
 
-    def __init__(self, job: Job, native: Native, credentials: Credentials) -> None:
-        self.rank, self.num_ranks = native.rank, native.num_workers
-        self._native, self._credentials = native, credentials
+    def __init__(self, job: Job, group: Native, credentials: Credentials) -> None:
+        self.rank, self.num_ranks = group.rank, group.num_workers
+        self._group, self._credentials = group, credentials
         self._listener = tls.listen(job.bind_address)
         self._out: TlsStream | PlainStream | None = None
         self._in: TlsStream | PlainStream | None = None
@@ -136,7 +136,7 @@ class TlsWires:
             self._credentials.scheme, job.host_address, self._listener.getsockname()[1]
         )
         said = f"{_num_rings + 1} {job.incarnation} {address}".encode().ljust(_ADDRESS_BYTES, b"\0")
-        gathered = self._native.all_gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        gathered = self._group.all_gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         words = [each.numpy().tobytes().rstrip(b"\0").decode("ascii", "replace").split() for each in gathered]
         # A replacement has opened fewer than the others.
         self._number = _num_rings = max(int(number) for number, _, _ in words)
@@ -179,7 +179,7 @@ class TlsWires:
             try:
                 while True:
                     ready = selector.select(LOOK_AROUND_EVERY.total_seconds())
-                    if time.monotonic() > deadline or self._native.is_broken():
+                    if time.monotonic() > deadline or self._group.is_broken():
                         raise self._lost(f"waiting for rank {rank}", "it did not connect")
                     for key, _ in ready:
                         if key.fileobj is self._listener:
@@ -251,7 +251,7 @@ class TlsWires:
             if (
                 is_idle
                 and not poller.poll(LOOK_AROUND_EVERY.total_seconds() * 1000)
-                and self._native.is_broken()
+                and self._group.is_broken()
             ):
                 raise self._lost(operation, "a connection of the group was closed")
 
@@ -260,36 +260,36 @@ class TlsWires:
 
 
 class TlsRing(Threaded):
-    """Reducer whose every operation goes over `TlsWires`, in one thread, in the order of starting."""
+    """Reducer whose every operation goes over `TlsP2P`, in one thread, in the order of starting."""
 
-    def __init__(self, job: Job, native: Native, credentials: Credentials) -> None:
-        self._wires = TlsWires(job, native, credentials)
-        super().__init__(native, lambda flat: ring.all_reduce(self._wires, flat))
+    def __init__(self, job: Job, group: Native, credentials: Credentials) -> None:
+        self._p2p = TlsP2P(job, group, credentials)
+        super().__init__(group, lambda flat: ring.all_reduce(self._p2p, flat))
 
     def broadcast(self, tensor: Tensor) -> None:
         flat = tensor.detach().contiguous().reshape(-1)
         self.finish(
-            self.start(lambda: self._wires.pass_on(flat), tensor.detach(), flat), "a broadcast from rank 0"
+            self.start(lambda: self._p2p.pass_on(flat), tensor.detach(), flat), "a broadcast from rank 0"
         )
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty(tensor.numel(), dtype=tensor.dtype) for _ in range(self.num_workers)]
         parts[self.rank].copy_(tensor.detach().reshape(-1))
-        self.finish(self.start(lambda: ring.all_gather(self._wires, parts, own=self.rank)), "an all-gather")
+        self.finish(self.start(lambda: ring.all_gather(self._p2p, parts, own=self.rank)), "an all-gather")
         return [part.reshape(tensor.shape) for part in parts]
 
     def send_to(self, rank: int, tensor: Tensor) -> None:
-        self._wires.send_to(rank, tensor)
+        self._p2p.send_to(rank, tensor)
 
     def receive_from(self, rank: int, tensor: Tensor) -> None:
-        self._wires.receive_from(rank, tensor)
+        self._p2p.receive_from(rank, tensor)
 
     def close(self) -> None:
         """End the thread and its connections; a peer that waits for this rank learns of it."""
-        self._wires.shut()
+        self._p2p.shut()
         super().close()
         self._thread.join()
-        self._wires.close()
+        self._p2p.close()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -142,7 +142,7 @@ EXCHANGES = Registry(
         f"{_SCHEMES}.mapreduce:all_reduce",
     ),
 )
-"""An implementation is a scheme `all_reduce(wires, flat)`, or a class whose `open` builds a Reducer for a view."""
+"""An implementation is a scheme `all_reduce(p2p, flat)`, or a class whose `open` builds a Reducer for a view."""
 
 
 # ---- --compress -------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def of_job(job: Job, said: str | None = None) -> DevicePlacement:
     return placed
 
 
-def meet_on_devices(job: Job) -> bool:
+def groups_on_devices(job: Job) -> bool:
     """Whether the workers' accelerators exchange by themselves: each has its own, or they were told to."""
     placed = of_job(job)
     if placed.accelerator is None or placed.is_mixed:

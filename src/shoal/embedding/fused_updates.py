@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from shoal.runtime import kernel_cache
+from shoal.runtime import kernel_cache, row_threads
 from shoal.runtime.kernel_cache import ask_ahead, floating_kernel, intrinsic, matrix, types, vector
 
 KERNELS = __name__
@@ -117,14 +117,23 @@ class _Adagrad(_Sgd):
         rate = group["lr"] / (1 + (float(state["step"]) - 1) * group["lr_decay"])
         # Roots and quotients by torch: those of its vector library are not always rounded as a processor's are.
         roots = torch.empty_like(values)
-        _add_squares(keys.numpy(), values.numpy(), state["sum"].numpy(), roots.numpy())
+        ids, squares = keys.numpy(), (values.numpy(), state["sum"].numpy(), roots.numpy())
+        row_threads.over(
+            len(ids),
+            lambda begin, end: _add_squares(
+                ids[begin:end], squares[0][begin:end], squares[1], squares[2][begin:end]
+            ),
+        )
         roots.sqrt_().add_(group["eps"])
         _add_to(parameter, keys, torch.div(values, roots, out=roots), -rate)
 
 
 def _add_to(parameter: Tensor, keys: Tensor, rows: Tensor, rate: float) -> None:
-    table = parameter.detach().numpy()
-    _add(keys.numpy(), rows.numpy(), table, table.dtype.type(rate))
+    table, ids, added = parameter.detach().numpy(), keys.numpy(), rows.numpy()
+    row_threads.over(
+        len(ids),
+        lambda begin, end: _add(ids[begin:end], added[begin:end], table, table.dtype.type(rate)),
+    )
 
 
 _RULES: dict[type[torch.optim.Optimizer], _Sgd] = {rule.make: rule for rule in (_Sgd(), _Adagrad())}

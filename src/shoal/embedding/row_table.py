@@ -1,6 +1,7 @@
 """The rows of one table in one process: found by key, values and optimizer state side by side, changed by a rule.
 
-Single-threaded. Knows nothing of servers, slots or ranks: ps/server/contents.py
+One thread calls; loops over many rows run in several (`runtime/row_threads.py`).
+Knows nothing of servers, slots or ranks: ps/server/contents.py
 adds those. A row nobody wrote has values that are a function of (seed, key).
 Row numbers are dense: the keys of rows 0..n-1 are the first n of `keys`, and a
 new row gets number n.
@@ -33,6 +34,8 @@ from shoal.runtime.kernel_cache import (
     types,
     vector,
 )
+from shoal.runtime.row_kernels import put, take
+from shoal.runtime.row_threads import over
 from shoal.runtime.seeds import mix
 from shoal.runtime.transport.messages.client_server import TableSpec
 
@@ -253,7 +256,7 @@ def _enter_all(row_keys: Any, num_rows: int, entries: Any, row_bits: int) -> Non
         entries[at] = (np.uint32(hashed) & ~row_mask) | np.uint32(row + 1)
 
 
-_BLOCK = 16384
+_BLOCK = 65536
 _INITS = {"zeros": 0, "normal": 1, "uniform": 2}
 
 
@@ -266,7 +269,9 @@ class RowsInMemory(GrowingArray):
         return rows
 
     def read(self, rows: Array) -> Array:
-        return self.array[rows]
+        out, places = np.empty((len(rows), self.array.shape[1]), self.array.dtype), rows.astype(np.int32)
+        over(len(rows), lambda begin, end: take(self.array, places[begin:end], out[begin:end]))
+        return out
 
     def move(self, holes: Array, moved: Array, num_left: int) -> None:
         for start in range(0, len(holes), _BLOCK):
@@ -429,6 +434,11 @@ class RowTable:
         return self._index.num_rows
 
     @property
+    def is_in_memory(self) -> bool:
+        """All rows are: then several threads may pull at once."""
+        return isinstance(self._table, RowsInMemory)
+
+    @property
     def num_evicted(self) -> int:
         return int(self.evicted.sum())
 
@@ -460,7 +470,7 @@ class RowTable:
         """Write the values of `keys` to `out`, also of rows that are not there yet."""
         for start in range(0, len(keys), self._block):
             block = keys[start : start + self._block]
-            rows = self._rows[: len(block)]
+            rows = np.empty(len(block), np.int32)
             self._index.find(block, rows)
             places = self._table.places(rows, is_written=False)
             _gather(places, block, self._table.array, out[start : start + self._block], *self._init)
@@ -474,8 +484,12 @@ class RowTable:
         numbers = np.array(self.rule.numbers(self._settings, self.step), self.dtype)
         for start in range(0, len(keys), self._block):
             block = slice(start, start + self._block)
-            places = self._places_of(keys[block])
-            self.rule.kernel(places, grads[block], self._table.array, factor, numbers)
+            places, changes = self._places_of(keys[block]), grads[block]
+
+            def update(begin: int, end: int, places: Array = places, changes: Array = changes) -> None:
+                self.rule.kernel(places[begin:end], changes[begin:end], self._table.array, factor, numbers)
+
+            over(len(places), update)
             if self.statistics is not None:
                 rows = self._rows[: len(places)]
                 self.statistics.sighted(rows, keys[block], sightings[block], self.step, self.now_s())
@@ -679,8 +693,15 @@ class RowTable:
             self.set(keys, whole[:, : self.dim], whole[:, self.dim :], self.step)
             return
         for start in range(0, len(keys), self._block):
-            places = self._places_of(keys[start : start + self._block])
-            self._table.array[places] = whole[start : start + self._block]
+            places, some = (
+                self._places_of(keys[start : start + self._block]),
+                whole[start : start + self._block],
+            )
+
+            def write(begin: int, end: int, places: Array = places, some: Array = some) -> None:
+                put(some[begin:end], places[begin:end], self._table.array)
+
+            over(len(places), write)
 
     def drop_rows(self, is_dropped: Array) -> None:
         """Drop rows by number (a bool per row). The last ones move to the holes, and what they held is given back."""
@@ -731,7 +752,9 @@ class RowTable:
     def _places_of(self, keys: Array) -> Array:
         """Where the rows of these keys are in memory, to be written; those that are not there come to be."""
         rows = self._rows[: len(keys)]
-        num_missing = self._index.find(keys, rows)
+        num_missing = sum(
+            over(len(keys), lambda begin, end: self._index.find(keys[begin:end], rows[begin:end]))
+        )
         first = self._index.num_rows
         if num_missing:
             self._table.reserve(first + num_missing)

@@ -90,7 +90,7 @@ class ParameterFile:
             self._chunks.clear()
             self._waiting.clear()
 
-    def take_rest(self, model: nn.Module) -> None:
+    def move_rest(self, model: nn.Module) -> None:
         """Move what the factory put into its model past `register_parameter`."""
         self._waiting.clear()
         for parameter in dict.fromkeys(model.parameters()):

@@ -28,7 +28,7 @@ LET_GO_S = 10.0  # how long the end of a group is waited for: it takes milliseco
 def backend_for(job: Job) -> str:
     """Gloo; and what belongs to the accelerator (NCCL) beside it where the workers' exchange by themselves."""
     kind = placement.of_job(job).accelerator
-    if kind is None or not placement.meet_on_devices(job):
+    if kind is None or not placement.groups_on_devices(job):
         return "gloo"
     theirs = dist.get_default_backend_for_device(kind)
     return f"cpu:gloo,{kind}:{theirs}" if dist.is_backend_available(theirs) else "gloo"

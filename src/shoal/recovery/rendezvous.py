@@ -104,7 +104,7 @@ class _Attempt:
             raise GivenUp("nobody waits for this group any more")
 
 
-def unless(is_over: Callable[[], bool], act: Callable[[], None], *, inside: str) -> None:
+def abortable_init(is_over: Callable[[], bool], act: Callable[[], None], *, inside: str) -> None:
     """Do `act`, and raise what it raises; GivenUp as soon as `is_over`, once it takes long.
 
     Given up, it ends at the next call made by the module named `inside`.
@@ -326,7 +326,7 @@ def form_group(job: Job, view: int) -> None:
     try:
         store = PrefixStore(prefix_of(view), _open_store(job, view))
         with group_sockets.all_descriptors():
-            unless(
+            abortable_init(
                 lambda: _is_over(job, view, before),
                 lambda: _connect(job, backend, store),
                 inside=dist.distributed_c10d.__name__,
@@ -469,7 +469,7 @@ def _open_store(job: Job, view: int) -> Store:
     timeout = timedelta(seconds=timeout_s)
     who = (job.coordinator, job.rank, job.incarnation)
     _store = ShoalStore(*who, num_workers=job.num_workers, timeout=timeout)
-    _meet(_store, job, view)
+    _wait_for_ranks(_store, job, view)
     return _store
 
 
@@ -538,7 +538,7 @@ def _is_over(job: Job, view: int, before: SocketsBefore) -> bool:
     return False
 
 
-def _meet(store: ShoalStore, job: Job, view: int) -> None:
+def _wait_for_ranks(store: ShoalStore, job: Job, view: int) -> None:
     """Wait until all ranks are here. torch would wait too, but could not say for whom."""
     global _pids
     rank_of = {f"{prefix_of(view)}/here/{rank}": f"rank {rank}" for rank in range(job.num_workers)}

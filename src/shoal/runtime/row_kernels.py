@@ -7,15 +7,17 @@ by embeddings, and by the exchange of sparse gradients.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from shoal.runtime import row_threads
 from shoal.runtime.kernel_cache import (
-    INT,
     ask_ahead,
     floating_kernel,
     inlined,
+    intrinsic,
     kernel,
     matrix,
     mixed,
@@ -25,6 +27,8 @@ from shoal.runtime.kernel_cache import (
 
 KERNELS = __name__
 """The module of these loops, as `kernel_cache.is_compiled` takes it."""
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 _RADIX_BITS = 11
 _MAX_SCRATCH = 1 << 20
@@ -205,43 +209,89 @@ def add(rows: Any, places: Any, is_there: Any, out: Any) -> None:
 _LAST = np.iinfo(np.int64).max  # no id: the list is at its end
 
 
+def sum_lists(
+    keys_of: Sequence[Array], rows_of: Sequence[Array], *, from_zero: bool = False
+) -> tuple[Array, Array]:
+    """Every key of several increasing lists once, in increasing order, and the sum of its rows in the order of the lists.
+
+    A row of one list alone stays as it is; `from_zero`: is added to zero, which has -0.0 become 0.0.
+    """
+    dtype, dim = rows_of[0].dtype, rows_of[0].shape[1]
+    keys_at = np.array([keys.ctypes.data for keys in keys_of], np.int64)
+    rows_at = np.array([rows.ctypes.data for rows in rows_of], np.int64)
+    bounds = _bounds(keys_of)
+
+    def merge(number: int, _: int) -> tuple[Array, Array]:
+        begins, counts = bounds[number], bounds[number + 1] - bounds[number]
+        keys, sums = np.empty(counts.sum(), np.int64), np.empty((counts.sum(), dim), dtype)
+        of_range = keys_at + 8 * begins, rows_at + dim * dtype.itemsize * begins
+        num_keys = _merge(*of_range, counts, from_zero, keys, sums)
+        return keys[:num_keys], sums[:num_keys]
+
+    parts = row_threads.each(merge, [(number, number + 1) for number in range(len(bounds) - 1)])
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([keys for keys, _ in parts]), np.concatenate([sums for _, sums in parts])
+
+
+def _bounds(keys_of: Sequence[Array]) -> Array:
+    """Where each range of keys, one for each thread that pays, begins in every list; and where the last one ends."""
+    longest, num_ranges = max(keys_of, key=len), len(row_threads.ranges(sum(map(len, keys_of))))
+    cuts = [longest[len(longest) * number // num_ranges] for number in range(1, num_ranges)]
+    bounds = [[0] * len(keys_of), *([np.searchsorted(keys, cut) for keys in keys_of] for cut in cuts)]
+    return np.array([*bounds, list(map(len, keys_of))], np.int64)
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any, like: Any) -> Any:
+    """The address of elements like those of an array, as a pointer to them."""
+    from numba import types
+
+    kind = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(kind))
+
+    return kind(types.int64, like), generate
+
+
+_ADDRESSES = vector(types.int64)
+
+
 @floating_kernel(
     lambda dtype: (
-        vector(types.int64), vector(dtype), vector(types.int64), INT, INT, INT,
+        _ADDRESSES, _ADDRESSES, vector(types.int64), types.boolean,
         vector(types.int64, written=True), matrix(dtype, written=True),
     )
 )  # fmt: skip
-def merge(
-    words: Any, numbers: Any, counts: Any, stride_bytes: int, keys_at: int, rows_at: int, keys: Any, out: Any
-) -> int:
-    """Merge every rank's increasing keys and add up their rows in rank order; how many keys there are.
-
-    `words` and `numbers` are one memory: a stretch of `stride_bytes` per rank,
-    with its keys and its rows at these bytes within it.
-    """
-    num_ranks, dim = len(counts), out.shape[1]
-    of_words, of_numbers = stride_bytes // 8, stride_bytes // out.itemsize
-    at, key_of = np.zeros(num_ranks, np.int64), np.empty(num_ranks, np.int64)
-    for rank in range(num_ranks):
-        key_of[rank] = words[rank * of_words + keys_at // 8] if counts[rank] else _LAST
+def _merge(keys_at: Any, rows_at: Any, counts: Any, from_zero: bool, keys: Any, out: Any) -> int:
+    """Merge lists of keys, by the addresses of their first ones, and add up their rows; how many keys there are."""
+    num_lists, dim = len(counts), out.shape[1]
+    at, key_of = np.zeros(num_lists, np.int64), np.empty(num_lists, np.int64)
+    for i in range(num_lists):
+        key_of[i] = _pointer(keys_at[i], keys)[0] if counts[i] else _LAST
     num_keys = 0
     while True:
         key = key_of[0]
-        for rank in range(1, num_ranks):
-            key = min(key, key_of[rank])
-        if key == _LAST:
+        for i in range(1, num_lists):
+            key = min(key, key_of[i])
+        is_first = True
+        for i in range(num_lists):
+            if key_of[i] == key and at[i] < counts[i]:
+                total, row = out[num_keys], _pointer(rows_at[i] + at[i] * dim * out.itemsize, out)
+                if is_first and not from_zero:
+                    for d in range(dim):
+                        total[d] = row[d]
+                elif is_first:
+                    for d in range(dim):
+                        total[d] = row[d] + out.dtype.type(0)
+                else:
+                    for d in range(dim):
+                        total[d] += row[d]
+                is_first = False
+                at[i] += 1
+                key_of[i] = _pointer(keys_at[i], keys)[at[i]] if at[i] < counts[i] else _LAST
+        if is_first:
             return num_keys
         keys[num_keys] = key
-        total = out[num_keys]
-        total[:] = 0
-        for rank in range(num_ranks):
-            if key_of[rank] == key:
-                begin = rank * of_numbers + rows_at // out.itemsize + at[rank] * dim
-                row = numbers[begin : begin + dim]
-                for d in range(dim):
-                    total[d] += row[d]
-                at[rank] += 1
-                key_of[rank] = (
-                    words[rank * of_words + keys_at // 8 + at[rank]] if at[rank] < counts[rank] else _LAST
-                )
         num_keys += 1

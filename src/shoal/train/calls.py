@@ -147,7 +147,7 @@ def build_model(
                 f"the function given as model= returned a {type(built).__name__}, not an nn.Module."
             )
         if into is not None:
-            into.take_rest(built)
+            into.move_rest(built)
         given = built
     for name, tensor in given.named_parameters():
         if nn.parameter.is_lazy(tensor):

@@ -22,11 +22,11 @@ def run_over_deaths(call: str, number: int, run: Callable[[Reducer], T], timeout
     def exchange() -> T:
         replay_log = strategy.replay_log
         if isinstance(replay_log, ElasticGroup):
-            patience = CollectiveTimeout(call, timeout_s) if timeout_s is not None else None
+            timeout = CollectiveTimeout(call, timeout_s) if timeout_s is not None else None
             return replay_log.run(
                 run,
                 "a call of shoal.collectives",
-                timeout=patience,
+                timeout=timeout,
                 doing=f"{call}, its call {number} of shoal.collectives",
             )
         return run(ViaGather(job.rank, job.num_workers, strategy.gather))

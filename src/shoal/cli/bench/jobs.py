@@ -160,18 +160,18 @@ def run_exchange(out: Path, seconds: float) -> None:
 
     job = jobs.current()
     _ = elastic_group().reducer  # the group is there
-    native = Native(rank=job.rank, num_workers=job.num_workers, is_broken=is_broken)
+    group = Native(rank=job.rank, num_workers=job.num_workers, is_broken=is_broken)
     names = [name for name in EXCHANGES if name not in ("auto", "hierarchical")]
-    reducers = {name: open_exchange(replace(job, exchange=name), native) for name in names}
+    reducers = {name: open_exchange(replace(job, exchange=name), group) for name in names}
     sizes = SIZES if seconds >= SHORT_S else SHORT_SIZES
-    medians = {size: _medians(reducers, native, size, seconds / len(sizes)) for size in sizes}
+    medians = {size: _medians(reducers, group, size, seconds / len(sizes)) for size in sizes}
     for reducer in reducers.values():
         reducer.close()
     if job.rank == 0:
         (out / "0.json").write_text(json.dumps(medians))
 
 
-def _medians(reducers: dict[str, Reducer], native: Native, size: int, seconds: float) -> dict[str, float]:
+def _medians(reducers: dict[str, Reducer], group: Native, size: int, seconds: float) -> dict[str, float]:
     import torch
 
     tensor = torch.zeros(size // 4)
@@ -179,16 +179,16 @@ def _medians(reducers: dict[str, Reducer], native: Native, size: int, seconds: f
     begun = time.monotonic()
     for number in range(MAX_ROUNDS):
         for name, reducer in reducers.items():
-            tensor.fill_(native.rank + 1.0)
-            native.all_gather(torch.zeros(1))  # all begin together
+            tensor.fill_(group.rank + 1.0)
+            group.all_gather(torch.zeros(1))  # all begin together
             started = time.perf_counter()
             reducer.finish(reducer.start_all_reduce(tensor), f"a sum by {name}")
             took_s[name].append(time.perf_counter() - started)
-            expected = native.num_workers * (native.num_workers + 1) / 2
+            expected = group.num_workers * (group.num_workers + 1) / 2
             assert float(tensor[0]) == float(tensor[-1]) == expected, f"{name}: {tensor[0]} is not {expected}"
         is_over = number >= 2 and time.monotonic() - begun > seconds
         # Rank 0's clock decides for all.
-        over = native.all_gather(torch.tensor([float(is_over and native.rank == 0)]))
+        over = group.all_gather(torch.tensor([float(is_over and group.rank == 0)]))
         if any(map(bool, over)):
             break
     return {name: statistics.median(took[1:]) for name, took in took_s.items()}

@@ -105,7 +105,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     run_dir: str
     env: dict[bytes, bytes] = msgspec.field(default_factory=dict)
-    num_threads: int = 1
+    row_threads: int = 1  # of loops over rows; torch has one
     server_memory_bytes: int = (
         0  # of its own, clients' shared memory aside; 0: 80 % of what is available at its start
     )

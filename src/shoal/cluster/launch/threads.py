@@ -50,6 +50,16 @@ def threads_per_worker(num_workers: int, *, cores: int, env: Mapping[str, str], 
     return min(share, int(asked)) if asked.isdecimal() and int(asked) > 0 else share
 
 
+def row_threads_per_server(num_servers: int, *, cores: int, is_exact: bool) -> int:
+    """Threads of one server's loops over rows (`runtime/row_threads.py`); bits do not depend on it.
+
+    In exact steps workers wait while servers sum and update, so half of the
+    cores are the servers'. Else workers compute meanwhile, and threads would
+    take their cores.
+    """
+    return max(1, cores // 2 // max(1, num_servers)) if is_exact else 1
+
+
 def choose_vector_code() -> None:
     """Make the first call of every vector function, in this thread alone; children inherit MKL's choice."""
     import torch

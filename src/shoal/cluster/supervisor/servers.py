@@ -20,6 +20,7 @@ import msgspec
 from shoal.cluster.hosts.hosts import HEAD, Hosts
 from shoal.cluster.launch.roles import MAX_SERVERS, ServerSpec, encode_spec, way_in
 from shoal.cluster.launch.run_directory import RunDirectory
+from shoal.cluster.launch.threads import available_cores, row_threads_per_server
 from shoal.cluster.supervisor import job_lifecycle as lifecycle
 from shoal.cluster.supervisor import outcome as outcomes
 from shoal.cluster.supervisor.activity_files import ActivityFiles, StatusLine
@@ -28,6 +29,7 @@ from shoal.cluster.supervisor.outcome import JobOutcome
 from shoal.cluster.supervisor.output import LineCutter, Log, Pipe, Screen
 from shoal.cluster.supervisor.sockets import Control, listen_unnamed
 from shoal.cluster.worker.process import WorkerSpec
+from shoal.config import strategy as strategies
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView
@@ -407,6 +409,11 @@ def spec_for(worker: WorkerSpec) -> ServerSpec:
     job = worker.job
     return ServerSpec(
         job=job.name,
+        row_threads=row_threads_per_server(
+            -(-job.num_servers // max(1, job.num_hosts)),
+            cores=available_cores(),
+            is_exact=strategies.parse(job.strategy).is_exact,
+        ),
         number=0,
         num_workers=job.num_workers,
         num_servers=job.num_servers,

@@ -94,7 +94,7 @@ def _watch_rendezvous(port: int) -> None:
     c10d: Any = distributed_c10d
     original = c10d.rendezvous
 
-    def meet(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
         _tell_own_group()
         # Before gloo looks: otherwise it takes the interface that the host's name leads to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -105,7 +105,7 @@ def _watch_rendezvous(port: int) -> None:
             found = next(original(url, rank, world_size, **options))
         yield found
 
-    c10d.rendezvous = meet
+    c10d.rendezvous = rendezvous
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""All-reduce schemes over point to point, one file each: `all_reduce(wires, flat)` sums a flat tensor in place.
+"""All-reduce schemes over point to point, one file each: `all_reduce(p2p, flat)` sums a flat tensor in place.
 
 The order of a sum is a function of (rank, number of ranks, place): every rank
 gets the same bits, always. The registry is `shoal.config.choices.EXCHANGES`.
@@ -21,7 +21,7 @@ class Swaps(Protocol):
         """Send to one rank while receiving from another, or from the same."""
 
 
-class Wires(Swaps, Protocol):
+class P2P(Swaps, Protocol):
     """The same for all schemes. Messages between two ranks arrive in order."""
 
     def send(self, to: int, tensor: Tensor) -> Any:

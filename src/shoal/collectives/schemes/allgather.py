@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.schemes import Wires, ring
+from shoal.collectives.schemes import P2P, ring
 from shoal.collectives.schemes.broadcast import add_up
 
 
-def all_reduce(wires: Wires, flat: Tensor) -> None:
-    parts = gather(wires, flat)
+def all_reduce(p2p: P2P, flat: Tensor) -> None:
+    parts = gather(p2p, flat)
     add_up(parts, flat)
 
 
-def gather(wires: Wires, mine: Tensor) -> list[Tensor]:
-    parts = [torch.empty_like(mine) for _ in range(wires.num_ranks)]
-    parts[wires.rank].copy_(mine)
-    ring.all_gather(wires, parts, own=wires.rank)
+def gather(p2p: P2P, mine: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(mine) for _ in range(p2p.num_ranks)]
+    parts[p2p.rank].copy_(mine)
+    ring.all_gather(p2p, parts, own=p2p.rank)
     return parts

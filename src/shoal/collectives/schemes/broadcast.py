@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.schemes import Wires
+from shoal.collectives.schemes import P2P
 
 
-def all_reduce(wires: Wires, flat: Tensor) -> None:
-    others = [rank for rank in range(wires.num_ranks) if rank != wires.rank]
+def all_reduce(p2p: P2P, flat: Tensor) -> None:
+    others = [rank for rank in range(p2p.num_ranks) if rank != p2p.rank]
     parts = {rank: torch.empty_like(flat) for rank in others}
-    parts[wires.rank] = flat.clone()
-    wires.wait(
-        *(wires.receive(rank, parts[rank]) for rank in others),
-        *(wires.send(rank, parts[wires.rank]) for rank in others),
+    parts[p2p.rank] = flat.clone()
+    p2p.wait(
+        *(p2p.receive(rank, parts[rank]) for rank in others),
+        *(p2p.send(rank, parts[p2p.rank]) for rank in others),
     )
-    add_up([parts[rank] for rank in range(wires.num_ranks)], flat)
+    add_up([parts[rank] for rank in range(p2p.num_ranks)], flat)
 
 
 def add_up(parts: list[Tensor], out: Tensor) -> None:

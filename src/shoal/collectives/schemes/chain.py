@@ -12,39 +12,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.collectives.schemes import Wires
+from shoal.collectives.schemes import P2P
 
 CHUNK_BYTES = 256 << 10
 
 
-def all_reduce(wires: Wires, flat: Tensor) -> None:
+def all_reduce(p2p: P2P, flat: Tensor) -> None:
     """Sum `flat` over the ranks, in place, in rank order."""
     chunks = list(_chunks(flat))
-    last = wires.num_ranks - 1
-    sent = _up(wires, chunks)
-    wires.wait(*sent)
-    if wires.rank < last:
-        coming = [wires.receive(wires.rank + 1, chunk) for chunk in chunks]
+    last = p2p.num_ranks - 1
+    sent = _up(p2p, chunks)
+    p2p.wait(*sent)
+    if p2p.rank < last:
+        coming = [p2p.receive(p2p.rank + 1, chunk) for chunk in chunks]
     else:
         coming = [None] * len(chunks)
     passed: list[Any] = []
     for chunk, work in zip(chunks, coming, strict=True):
-        wires.wait(work)
-        if wires.rank > 0:
-            passed.append(wires.send(wires.rank - 1, chunk))
-    wires.wait(*passed)
+        p2p.wait(work)
+        if p2p.rank > 0:
+            passed.append(p2p.send(p2p.rank - 1, chunk))
+    p2p.wait(*passed)
 
 
-def _up(wires: Wires, chunks: list[Tensor]) -> list[Any]:
+def _up(p2p: P2P, chunks: list[Tensor]) -> list[Any]:
     sent: list[Any] = []
-    before = [torch.empty_like(chunk) for chunk in chunks] if wires.rank else []
-    coming = [wires.receive(wires.rank - 1, chunk) for chunk in before]
+    before = [torch.empty_like(chunk) for chunk in chunks] if p2p.rank else []
+    coming = [p2p.receive(p2p.rank - 1, chunk) for chunk in before]
     for number, chunk in enumerate(chunks):
-        if wires.rank:
-            wires.wait(coming[number])
+        if p2p.rank:
+            p2p.wait(coming[number])
             torch.add(before[number], chunk, out=chunk)
-        if wires.rank < wires.num_ranks - 1:
-            sent.append(wires.send(wires.rank + 1, chunk))
+        if p2p.rank < p2p.num_ranks - 1:
+            sent.append(p2p.send(p2p.rank + 1, chunk))
     return sent
 
 

@@ -11,29 +11,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.schemes import Wires
+from shoal.collectives.schemes import P2P
 
 
-def all_reduce(wires: Wires, flat: Tensor) -> None:
+def all_reduce(p2p: P2P, flat: Tensor) -> None:
     """Sum `flat` over the ranks, in place: pairs of ranks first, then pairs of pairs, lower ranks first."""
-    num, rank = wires.num_ranks, wires.rank
+    num, rank = p2p.num_ranks, p2p.rank
     power = 1 << (num.bit_length() - 1)
     extra = num - power
     if rank >= power:
-        wires.wait(wires.send(rank - power, flat))
-        wires.wait(wires.receive(rank - power, flat))
+        p2p.wait(p2p.send(rank - power, flat))
+        p2p.wait(p2p.receive(rank - power, flat))
         return
     incoming = torch.empty_like(flat)
     if rank < extra:
-        wires.wait(wires.receive(rank + power, incoming))
+        p2p.wait(p2p.receive(rank + power, incoming))
         flat.add_(incoming)
-    _halve_and_double(wires, flat, incoming, power)
+    _halve_and_double(p2p, flat, incoming, power)
     if rank < extra:
-        wires.wait(wires.send(rank + power, flat))
+        p2p.wait(p2p.send(rank + power, flat))
 
 
-def _halve_and_double(wires: Wires, flat: Tensor, incoming: Tensor, power: int) -> None:
-    rank = wires.rank
+def _halve_and_double(p2p: P2P, flat: Tensor, incoming: Tensor, power: int) -> None:
+    rank = p2p.rank
     begin, end = 0, len(flat)
     done: list[tuple[int, int, int]] = []  # partner, and what we held before we parted
     distance = power // 2
@@ -43,7 +43,7 @@ def _halve_and_double(wires: Wires, flat: Tensor, incoming: Tensor, power: int) 
         done.append((partner, begin, end))
         keep, give = ((begin, middle), (middle, end)) if rank < partner else ((middle, end), (begin, middle))
         mine, got = flat[slice(*keep)], incoming[: keep[1] - keep[0]]
-        wires.swap(partner, flat[slice(*give)], partner, got)
+        p2p.swap(partner, flat[slice(*give)], partner, got)
         first, second = (mine, got) if rank < partner else (got, mine)
         torch.add(first, second, out=mine)
         begin, end = keep
@@ -52,4 +52,4 @@ def _halve_and_double(wires: Wires, flat: Tensor, incoming: Tensor, power: int) 
         middle = (whole_begin + whole_end) // 2
         low, high = flat[whole_begin:middle], flat[middle:whole_end]
         mine, theirs = (low, high) if rank < partner else (high, low)
-        wires.swap(partner, mine, partner, theirs)
+        p2p.swap(partner, mine, partner, theirs)

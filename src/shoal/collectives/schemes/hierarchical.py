@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shoal.collectives.exchanges import TorchWires
+from shoal.collectives.exchanges import TorchP2P
 from shoal.collectives.reducer import Native, Reducer, Scheme, Threaded
-from shoal.collectives.schemes import Wires, chain, ring
+from shoal.collectives.schemes import P2P, chain, ring
 from shoal.collectives.shm import KINDS, Shm
 from shoal.config.job import Job
 
@@ -23,23 +23,23 @@ from shoal.config.job import Job
 class Hierarchical:
     """One rank's place: the sum over its host, and the ring if it speaks for that host."""
 
-    def __init__(self, within: Scheme, between: Wires | None) -> None:
+    def __init__(self, within: Scheme, between: P2P | None) -> None:
         """`between` connects the first rank of each host; None for all others."""
         self._within, self._between = within, between
 
     @classmethod
-    def open(cls, job: Job, native: Native) -> Reducer:
+    def open(cls, job: Job, group: Native) -> Reducer:
         hosts = [job.host_of(rank) for rank in range(job.num_workers)]
         mine = [rank for rank, host in enumerate(hosts) if host == job.host]
         speakers = [hosts.index(host) for host in sorted(set(hosts))]
         within: Scheme
-        if _are_at_home(job, native, hosts):
-            shm = Shm.open(job, native, mine)
+        if _are_at_home(job, group, hosts):
+            shm = Shm.open(job, group, mine)
             within = partial(_sum_in_memory, shm)
         else:
-            within = partial(chain.all_reduce, TorchWires(native, mine))
-        between = TorchWires(native, speakers) if native.rank in speakers else None
-        return Threaded(native, cls(within, between).all_reduce, dtypes=KINDS)
+            within = partial(chain.all_reduce, TorchP2P(group, mine))
+        between = TorchP2P(group, speakers) if group.rank in speakers else None
+        return Threaded(group, cls(within, between).all_reduce, dtypes=KINDS)
 
     def all_reduce(self, flat: Tensor) -> None:
         """Sum `flat` over the ranks, in place: in rank order within a host, around the ring between hosts."""
@@ -52,10 +52,10 @@ class Hierarchical:
         self._within(flat.view(torch.uint8))
 
 
-def _are_at_home(job: Job, native: Native, hosts: Sequence[int]) -> bool:
+def _are_at_home(job: Job, group: Native, hosts: Sequence[int]) -> bool:
     """Whether all ranks of each host are on one machine. Collective, and the same everywhere."""
     here = torch.tensor([zlib.crc32(job.host_address.encode())])
-    machines = [int(each) for each in native.all_gather(here)]
+    machines = [int(each) for each in group.all_gather(here)]
     return len(set(zip(hosts, machines, strict=True))) == len(set(hosts))
 
 

@@ -11,28 +11,26 @@ from torch import Tensor
 from shoal.collectives.schemes import Swaps, parts_of
 
 
-def all_reduce(wires: Swaps, flat: Tensor) -> None:
+def all_reduce(p2p: Swaps, flat: Tensor) -> None:
     """Sum `flat` over the ranks, in place. Part p is added up from rank p on, around the ring."""
-    parts = parts_of(flat, wires.num_ranks)
-    reduce_scatter(wires, parts)
-    all_gather(wires, parts, own=(wires.rank + 1) % wires.num_ranks)
+    parts = parts_of(flat, p2p.num_ranks)
+    reduce_scatter(p2p, parts)
+    all_gather(p2p, parts, own=(p2p.rank + 1) % p2p.num_ranks)
 
 
-def reduce_scatter(wires: Swaps, parts: list[Tensor]) -> None:
+def reduce_scatter(p2p: Swaps, parts: list[Tensor]) -> None:
     """Leave the whole sum in part rank + 1; the other parts are partial sums."""
-    num, rank = wires.num_ranks, wires.rank
+    num, rank = p2p.num_ranks, p2p.rank
     incoming = torch.empty_like(max(parts, key=len))
     for step in range(num - 1):
         mine, theirs = parts[(rank - step) % num], parts[(rank - step - 1) % num]
         got = incoming[: len(theirs)]
-        wires.swap((rank + 1) % num, mine, (rank - 1) % num, got)
+        p2p.swap((rank + 1) % num, mine, (rank - 1) % num, got)
         torch.add(got, theirs, out=theirs)  # what came from behind first: the order of the ring
 
 
-def all_gather(wires: Swaps, parts: list[Tensor], *, own: int) -> None:
+def all_gather(p2p: Swaps, parts: list[Tensor], *, own: int) -> None:
     """Pass the finished part (`own`) on, and receive the others."""
-    num, rank = wires.num_ranks, wires.rank
+    num, rank = p2p.num_ranks, p2p.rank
     for step in range(num - 1):
-        wires.swap(
-            (rank + 1) % num, parts[(own - step) % num], (rank - 1) % num, parts[(own - step - 1) % num]
-        )
+        p2p.swap((rank + 1) % num, parts[(own - step) % num], (rank - 1) % num, parts[(own - step - 1) % num])

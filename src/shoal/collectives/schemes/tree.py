@@ -5,34 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.collectives.schemes import Wires
+from shoal.collectives.schemes import P2P
 
 
-def all_reduce(wires: Wires, flat: Tensor) -> None:
+def all_reduce(p2p: P2P, flat: Tensor) -> None:
     """Sum `flat` over the ranks, in place: a rank adds those below it from the nearest to the farthest."""
-    num, rank = wires.num_ranks, wires.rank
+    num, rank = p2p.num_ranks, p2p.rank
     incoming = torch.empty_like(flat)
     reach = 1
     while reach < num:
         if rank % (2 * reach) == reach:
-            wires.wait(wires.send(rank - reach, flat))
+            p2p.wait(p2p.send(rank - reach, flat))
             break
         if rank + reach < num:
-            wires.wait(wires.receive(rank + reach, incoming))
+            p2p.wait(p2p.receive(rank + reach, incoming))
             flat.add_(incoming)
         reach *= 2
-    _down(wires, flat)
+    _down(p2p, flat)
 
 
-def _down(wires: Wires, flat: Tensor) -> None:
+def _down(p2p: P2P, flat: Tensor) -> None:
     """Broadcast the result down the same tree."""
-    num, rank = wires.num_ranks, wires.rank
+    num, rank = p2p.num_ranks, p2p.rank
     reach = 1
     while reach < num:
         reach *= 2
     while reach > 1:
         reach //= 2
         if rank % (2 * reach) == 0 and rank + reach < num:
-            wires.wait(wires.send(rank + reach, flat))
+            p2p.wait(p2p.send(rank + reach, flat))
         elif rank % (2 * reach) == reach:
-            wires.wait(wires.receive(rank - reach, flat))
+            p2p.wait(p2p.receive(rank - reach, flat))

@@ -222,13 +222,13 @@ class BlockServer:
                     return BlockRefused("nobody at this host has opened them yet"), None
                 return FilesAre([(*info,) for info in self._shared[where]]), None
             case AskBlock():
-                return self._give(home, message)
+                return self._serve_block(home, message)
             case WhichBlocks(url, stamp, first, last):
                 return WantBlocks(self._wanted(url, stamp, first, min(last, first + WINDOW - 1))), None
             case TakeBlock(url, stamp, number, route):
-                self._take(FileBlock(url, stamp, number), frame, list(route))
+                self._accept_block(FileBlock(url, stamp, number), frame, list(route))
             case AskRun():
-                return self._runs.give(message)
+                return self._runs.serve(message)
         return BlocksNoted(), None
 
     def _use_cache(self, asked: UseCache) -> None:
@@ -251,7 +251,7 @@ class BlockServer:
             for info in files:
                 self._files.remember(info)
 
-    def _give(self, home: int, ask: AskBlock) -> tuple[Message, Bytes | None]:
+    def _serve_block(self, home: int, ask: AskBlock) -> tuple[Message, Bytes | None]:
         block = FileBlock(ask.url, ask.stamp, ask.number)
         with self._lock:
             info = self._own.get((ask.url, ask.stamp))
@@ -363,7 +363,7 @@ class BlockServer:
             self._awaited |= {FileBlock(url, stamp, number) for number in wanted}
         return wanted
 
-    def _take(self, block: FileBlock, data: Bytes, route: list[int]) -> None:
+    def _accept_block(self, block: FileBlock, data: Bytes, route: list[int]) -> None:
         with self._lock:
             if block not in self._awaited:
                 raise DataError(

@@ -40,7 +40,7 @@ class SharedRuns:
     def share(self, run: ShareRun) -> None:
         self._runs[run.run] = run
 
-    def give(self, ask: AskRun) -> tuple[Message, Bytes | None]:
+    def serve(self, ask: AskRun) -> tuple[Message, Bytes | None]:
         run = self._runs.get(ask.run)
         if run is None:
             return BlockRefused("nobody at this host has come to this map_reduce yet"), None

@@ -82,7 +82,7 @@ class Ps:
         self._home_at = -1  # the clock as of which all of the model is in this process
         self._weights_at = -1  # the clock as of which this process's copy of the weights is
         self._is_whole = True  # the copy is as the servers hold it; compressed pulls round it
-        self._coming: Slice | None = None
+        self._next_batch: Slice | None = None
         self._has_looked = False
         self._own: OwnGradients | None = None  # in a loop of the script's own
 
@@ -132,7 +132,7 @@ class Ps:
         if layout is None:
             if self._rank == 0 and not self._session.next_is_known:
                 model.write(self._saved)
-                self._write_marks(self._saved)
+                self._write_applied_seqs(self._saved)
                 for line in describe(model.plan):
                     print(f"note: {line}", file=sys.stderr, flush=True)
             self._session.exchange(b"")
@@ -141,7 +141,7 @@ class Ps:
         model.install()
         self._model = model
 
-    def _write_marks(self, saved: PieceReader | None) -> None:
+    def _write_applied_seqs(self, saved: PieceReader | None) -> None:
         """An exact step has none to go on with."""
 
     @property
@@ -228,7 +228,7 @@ class Ps:
 
     def prefetch(self, batch: Slice) -> None:
         """The batch after this one: its rows can be asked for as soon as this step is pushed."""
-        self._coming = batch
+        self._next_batch = batch
 
     def commit(self) -> StepResult:
         step = self._end_step() if not self._session.next_is_known else None
@@ -318,9 +318,9 @@ class Ps:
         assert self._model is not None
         pull = self._model.dense.pull(clock, self._session.group.compression.pull)
         self._session.group.start(pull)
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            self._model.pull_rows_ahead(coming.batch, clock)
+        batch_ahead, self._next_batch = self._next_batch, None
+        if batch_ahead is not None:
+            self._model.pull_rows_ahead(batch_ahead.batch, clock)
         return pull
 
     def _decide(self, vector: NDArray[np.float64], norm: float) -> Decision:
@@ -359,7 +359,7 @@ class Ps:
         norm = told[1] if self._wants_norm and verdict.applied else None
         verdict = dataclasses.replace(verdict, applied=bool(told[0]), grad_norm=norm)
         if verdict.applied:
-            self._conclude_travelling(flat[at:-2])
+            self._conclude_buffers(flat[at:-2])
         self._end(verdict)
         return verdict
 
@@ -377,7 +377,7 @@ class Ps:
         self._has_looked = False
         self.step += 1
 
-    def _conclude_travelling(self, flat: Tensor) -> None:
+    def _conclude_buffers(self, flat: Tensor) -> None:
         """Statistics and buffers, as the ranks' vectors sum up to."""
         self._buffers.conclude(flat, self.reduce, share=self._share, rank=self._rank)
 
@@ -467,20 +467,20 @@ class Ps:
 
     def export_state(self) -> Part:
         """State of this rank that is not on the servers: its position, and the buffers as of the last commit."""
-        travelling, buffers = self._buffers.export_state()
+        synced, buffers = self._buffers.export_state()
         plain = {
             "step": self._step_at_anchor,
             "prepared_at": self._prepared_at,
             "laid_out_at": self._laid_out_at,
             "layout": self._model.layout if self._model is not None else None,
-            "travelling": travelling,
+            "buffers": synced,
         }
         return Part(plain, buffers)
 
     def import_state(self, part: Part) -> None:
         self.step = self._step_at_anchor = part.plain["step"]
         self._prepared_at, self._laid_out_at = part.plain["prepared_at"], part.plain["laid_out_at"]
-        self._buffers.import_state(part.plain["travelling"], part.tensors)
+        self._buffers.import_state(part.plain["buffers"], part.tensors)
         self._home_at = self._weights_at = -1
         self._has_looked = False
         if self._laid_out_at is not None and self._laid_out_at <= self._session.anchored_at:

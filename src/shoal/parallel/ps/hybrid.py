@@ -49,7 +49,7 @@ class PsHybrid(Ddp):
         self._rows: ServedModel | None = None
         self._saved: PieceReader | None = None
         self._laid_out_at: int | None = None
-        self._coming: Slice | None = None
+        self._next_batch: Slice | None = None
         self._pushed: PushStep | None = None
         # Number of pulls, by their distance ahead of the slowest worker.
         self.staleness: Counter[int] = Counter()
@@ -95,7 +95,7 @@ class PsHybrid(Ddp):
         return super().forward_backward(batch)
 
     def prefetch(self, batch: Slice) -> None:
-        self._coming = batch
+        self._next_batch = batch
 
     def commit(self) -> StepResult:
         """Push the rows, then sum the dense part with the others."""
@@ -226,9 +226,9 @@ class PsHybrid(Ddp):
         _, table_settings = self._rows.settings()
         step.end(self._exchange.vector.numpy()[:4], b"", rank=self._rank, table_settings=table_settings)
         self._pushed = step
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            self._rows.pull_rows_ahead(coming.batch, self.step + 1)
+        batch_ahead, self._next_batch = self._next_batch, None
+        if batch_ahead is not None:
+            self._rows.pull_rows_ahead(batch_ahead.batch, self.step + 1)
         self._session.group.finish(step)
 
     def _finish_push(self) -> None:

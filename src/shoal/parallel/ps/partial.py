@@ -124,7 +124,7 @@ class PsDrop(Ps):
         norm, self._norm = self._norm, None
         return dataclasses.replace(super()._conclude(vector), grad_norm=norm)
 
-    def _conclude_travelling(self, flat: Tensor) -> None:
+    def _conclude_buffers(self, flat: Tensor) -> None:
         total_share, has_first = flat[-2:].tolist()
         if total_share:
             self._buffers.conclude(

@@ -32,7 +32,7 @@ from shoal.parallel.ps.exact import Ps
 from shoal.parallel.ps.rows import RowModule
 from shoal.parallel.step import clip_factor, contribution, decide
 from shoal.ps.client.aggregator import Aggregator, AggregatorGroup, address_of, leader_of
-from shoal.ps.client.bulk_transfer import RowStamps, read_marks, write_marks
+from shoal.ps.client.bulk_transfer import RowStamps, read_applied_seqs, write_applied_seqs
 from shoal.ps.client.step import DensePull, PushStep
 from shoal.ps.server.progress import LEAVE, STOP
 from shoal.ps.server.steps import LOSSES
@@ -469,11 +469,11 @@ class PsRelaxed(Ps):
         if not self._may_reuse():
             pull = self._pull_dense()
             self._session.group.start(pull)
-        coming, self._coming = self._coming, None
-        if coming is not None:
+        batch_ahead, self._next_batch = self._next_batch, None
+        if batch_ahead is not None:
             for module in self._rows:
                 module.unpushed = self._held.num_batches
-            self._model.pull_rows_ahead(coming.batch, self._clock)
+            self._model.pull_rows_ahead(batch_ahead.batch, self._clock)
         return pull
 
     def settle(self) -> None:
@@ -526,7 +526,7 @@ class PsRelaxed(Ps):
         group.tell(lambda view: Hold(view, True))
         try:
             pieces = list(super()._state(changes))
-            marks = torch.from_numpy(read_marks(group))
+            marks = torch.from_numpy(read_applied_seqs(group))
         finally:
             group.tell(lambda view: Hold(view, False))
         if self._naming is not None:
@@ -534,9 +534,9 @@ class PsRelaxed(Ps):
         yield from pieces
         yield Piece(MARKS, marks, tuple(marks.shape), (0, 0))
 
-    def _write_marks(self, saved: PieceReader | None) -> None:
+    def _write_applied_seqs(self, saved: PieceReader | None) -> None:
         if saved is not None and saved.optimizer_settings is not None and MARKS in saved.tensors:
-            write_marks(self._session.group, saved.tensors[MARKS].numpy())
+            write_applied_seqs(self._session.group, saved.tensors[MARKS].numpy())
 
     def import_state(self, part: Part) -> None:
         super().import_state(part)

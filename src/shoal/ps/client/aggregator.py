@@ -73,7 +73,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PushAnswer:
     """Tell a worker that its push counts, or that it has to push it itself."""
 
     member: int
@@ -92,23 +92,23 @@ class Combiner:
         self._waiting: dict[int, WorkerPush] = {}  # by member, in the order in which they came
         self._sent: dict[int, WorkerPush] = {}
 
-    def offer(self, member: int, push: WorkerPush) -> list[Forward | Verdict]:
+    def offer(self, member: int, push: WorkerPush) -> list[Forward | PushAnswer]:
         """A worker's push is whole. It has one under way at most; a newer one takes its place."""
         self._waiting.pop(member, None)
         self._waiting[member] = push
         return self._forward()
 
-    def answered(self, *, counts: bool) -> list[Forward | Verdict]:
+    def answered(self, *, counts: bool) -> list[Forward | PushAnswer]:
         """The servers have answered the merged push; `counts` in every slot, all of it."""
         sent, self._sent = self._sent, {}
-        return [*(Verdict(member, push, counts) for member, push in sent.items()), *self._forward()]
+        return [*(PushAnswer(member, push, counts) for member, push in sent.items()), *self._forward()]
 
     def lost(self, member: int) -> None:
         """A connection is over. What is not on its way yet is for its worker to push, or for who runs its lease."""
         self._waiting.pop(member, None)
         self._sent.pop(member, None)
 
-    def _forward(self) -> list[Forward | Verdict]:
+    def _forward(self) -> list[Forward | PushAnswer]:
         if self._sent or not self._waiting:
             return []
         model = next(iter(self._waiting.values())).end.model
@@ -239,7 +239,7 @@ class Aggregator:
         self._tables: dict[int, msg.TableSpec] = {}
         self._chunks: dict[int, msg.ChunkSpec] = {}
         self._tickets: dict[int, int] = {}
-        self._actions: list[Forward | Verdict] = []
+        self._actions: list[Forward | PushAnswer] = []
         self.num_pushes = self.num_sent = 0
         self._selector = selectors.DefaultSelector()
         self._address = address_of(job, job.rank, model)
@@ -324,7 +324,7 @@ class Aggregator:
         self._combiner.lost(peer)
         self._tickets.pop(peer, None)
 
-    def _carry_out(self, action: Forward | Verdict) -> None:
+    def _carry_out(self, action: Forward | PushAnswer) -> None:
         if isinstance(action, Forward):
             self._committed = self._push(action.pushes)
             self._actions += self._combiner.answered(counts=self._committed is not None)

@@ -202,7 +202,7 @@ def write_chunk(
     group.run(AskOwner(chunk.slot, lambda view: msg.WriteChunk(view, chunk.number, described), frames))
 
 
-def read_marks(group: Group) -> NDArray[np.int64]:
+def read_applied_seqs(group: Group) -> NDArray[np.int64]:
     """(slot, stream, seq) of all slots: the newest push of each stream that counts there."""
     asking = AskAll(msg.ReadMarks)
     group.run(asking)
@@ -210,6 +210,6 @@ def read_marks(group: Group) -> NDArray[np.int64]:
     return np.concatenate(parts).copy()
 
 
-def write_marks(group: Group, marks: NDArray[np.int64]) -> None:
+def write_applied_seqs(group: Group, marks: NDArray[np.int64]) -> None:
     raw = np.ascontiguousarray(marks, np.int64).tobytes()
     group.run(AskAll(msg.WriteMarks, [raw]))

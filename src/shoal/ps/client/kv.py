@@ -42,7 +42,7 @@ from shoal.config.row_policy import RowPolicy
 from shoal.embedding.kernels import expand, sum_back, unique
 from shoal.embedding.rules import rule_named
 from shoal.errors import ArenaFull, ConfigError, LinkLost, PsError
-from shoal.ps.client.bulk_transfer import read_marks
+from shoal.ps.client.bulk_transfer import read_applied_seqs
 from shoal.ps.client.saved_tables import SaveResult, load_tables, save_tables
 from shoal.ps.client.server_group import Group, ViewChanged, check_answer
 from shoal.ps.client.step import by_server
@@ -730,7 +730,7 @@ class Kv:
 
     def _last_counted(self) -> int:
         """The last push of this stream that counts anywhere."""
-        marks = read_marks(self._group)
+        marks = read_applied_seqs(self._group)
         return int(marks[marks[:, 1] == self._stream, 2].max(initial=0))
 
 

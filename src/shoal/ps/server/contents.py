@@ -90,14 +90,8 @@ class ServerTable(RowTable):
     def _summed(self) -> tuple[Array, Array]:
         """All parts as one. Every row is read once, however many ranks there are."""
         if len(self._parts) > 1:
-            keys, places = row_kernels.unique(np.concatenate([keys for keys, _ in self._parts]))
-            rows, is_there = np.empty((len(keys), self.dim), self.dtype), np.zeros(len(keys), np.uint8)
-            begin = 0
-            for of_rank, grads in self._parts:
-                end = begin + len(of_rank)
-                row_kernels.add(grads, places[begin:end], is_there, rows)
-                begin = end
-            self._parts = [(keys, rows)]
+            keys_of, rows_of = zip(*self._parts, strict=True)
+            self._parts = [row_kernels.sum_lists(keys_of, rows_of)]
         return self._parts[0]
 
     # ---- by slot ----
@@ -145,6 +139,8 @@ class Contents:
         self.chunks: dict[int, ChunkSpec] = {}
         self._groups: dict[int, list[Settings]] = {}  # by model, as they were declared
         self._of_tables: dict[int, dict[str, float]] = {}  # settings that came with a table's last update
+        # By model: settings that were found to be right.
+        self._checked: dict[int, tuple[list[Settings], dict[int, dict[str, float]]]] = {}
         self._model_of_chunk: dict[int, int] = {}
         self.held: Slots = no_slots()
         self.memory_problem: Callable[[int], str | None] = lambda nbytes: None
@@ -298,6 +294,8 @@ class Contents:
         self, model: int, settings: list[Settings], table_settings: dict[int, dict[str, float]]
     ) -> None:
         """Refuse hyper-parameters of groups, tables or rules that there are not."""
+        if self._checked.get(model) == (settings, table_settings):
+            return  # every worker sends them with every step
         num_groups = len(self._groups.get(model, []))
         if settings and len(settings) != num_groups:
             raise Refusal(f"the optimizer has {num_groups} groups here, got settings of {len(settings)}")
@@ -311,6 +309,7 @@ class Contents:
             table = self.table(number)
             if given != self._of_tables.get(number):
                 table.rule.complete(given)
+        self._checked[model] = settings, table_settings
 
     def apply(self, update: Update) -> dict[int, Keys]:
         """Change rows and chunks; the same arrays give the same bits wherever they are applied.

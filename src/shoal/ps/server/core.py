@@ -55,6 +55,7 @@ from shoal.ps.server.steps import (
     Sum,
     read_vector,
 )
+from shoal.runtime import row_threads
 from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView, StepLost
@@ -83,6 +84,7 @@ class ServerCore:
         self.staleness: Counter[int] = Counter()  # pulls, by how far they were ahead of the slowest worker
         self._key_lists: dict[int, KeyLists] = {}  # by peer
         self._early: list[Request] = []
+        self._has_counted = True  # a step, since pulls that wait were looked at
         self._holder: int | None = None  # a peer that reads a checkpoint: no push counts meanwhile
         self._lost: StepLost | None = None
 
@@ -111,6 +113,8 @@ class ServerCore:
             actions = [Reply(request.peer, request.ticket, msg.PsRefused(str(error)))]
         except (Refusal, ShoalError, msgspec.MsgspecError) as error:
             actions = [Reply(request.peer, request.ticket, msg.PsRefused(str(error)))]
+        if isinstance(request.message, msg.PushRows | msg.PushDense):
+            return actions  # nothing counts before its StepEnd
         return actions + self._settle()
 
     def answered(self, server: int, message: Message) -> list[Action]:
@@ -304,6 +308,7 @@ class ServerCore:
         if source == name or not (source.isascii() and source.isdigit()):
             raise Refusal(f"{name} is no server, and only servers replicate")
         num_declared = self.state.num_declared
+        self._has_counted = True
         try:
             match message:
                 case msg.Replicate(_, number, record):
@@ -441,7 +446,8 @@ class ServerCore:
             assert isinstance(request.message, msg.PullRows | msg.PullDense)
             self.state.clocks.at_least(rank, max(0, request.message.clock - request.message.unpushed))
         if self._is_visible(request):
-            return [self._pulled(request, keys)]
+            self._answer_pull(request, keys)
+            return [self._pulled(request)]
         self.waits.pulls.append((request, keys))
         return []
 
@@ -461,7 +467,8 @@ class ServerCore:
         # A worker with nothing in flight here may know the step from another server, and it may never be made here.
         return mode.kind in PARTIAL_MODES and self.clients.rank(request.peer) not in self._steps().ended
 
-    def _pulled(self, request: Request, keys: Keys | None) -> Reply:
+    def _answer_pull(self, request: Request, keys: Keys | None) -> None:
+        """Write what was asked for where the asker wants it. Changes nothing else."""
         message, state = request.message, self.state
         if isinstance(message, msg.PullRows):
             assert keys is not None
@@ -484,6 +491,23 @@ class ServerCore:
                     encode_into(message.codec, whole.view(chunk.dtype).reshape(1, -1), into)
                 else:
                     state.contents.dense.pull(number, into[: chunk_bytes(chunk)])
+
+    def _answer_pulls(self, pulls: list[tuple[Request, Keys | None]]) -> None:
+        """The same of several requests, in several threads where that pays."""
+        rows = [len(keys) if keys is not None else 0 for _, keys in pulls]
+        num_threads = len(row_threads.ranges(sum(rows)))
+        if not all(table.is_in_memory for table in self.state.contents.tables.values()):
+            num_threads = 1
+
+        def answer(first: int, _: int) -> None:
+            for pull in pulls[first::num_threads]:
+                self._answer_pull(*pull)
+
+        row_threads.each(answer, [(first, first + 1) for first in range(num_threads)])
+
+    def _pulled(self, request: Request) -> Reply:
+        message, state = request.message, self.state
+        assert isinstance(message, msg.PullRows | msg.PullDense)
         mode = state.mode
         if mode is None or mode.kind in ("ssp", "async"):
             self._pulled_at[request.peer] = state.updates
@@ -799,6 +823,7 @@ class ServerCore:
         return [*self.replication.ship(change)]
 
     def _after_count(self) -> None:
+        self._has_counted = True
         versions = self.state.applied.version[self.mine]
         self._low, self._high = (int(versions.min()), int(versions.max())) if len(versions) else (0, 0)
 
@@ -832,19 +857,27 @@ class ServerCore:
         """Go on with whatever can go on now: the step, replies that are safe, pulls whose clock is reached."""
         actions: list[Action] = [*self.ship()] if self.ships_at_once else []
         actions += self._advance()
-        if self.waits.replies:
-            waiting, self.waits.replies = self.waits.replies, []
-            for each in waiting:
-                if self.replication.is_met(each.need):
-                    actions.append(self._reply(each.request, each.message, each.frames))
-                else:
-                    self.waits.replies.append(each)
-        if self.waits.pulls:
-            visible = [pull for pull in self.waits.pulls if self._is_visible(pull[0])]
-            if visible:
-                self.waits.pulls = [pull for pull in self.waits.pulls if not self._is_visible(pull[0])]
-                actions += [self._pulled(*pull) for pull in visible]
-        return actions
+        # What is needed only grows within a view: where the first has to wait, so have those behind it.
+        waiting, num_safe = self.waits.replies, 0
+        while num_safe < len(waiting) and self.replication.is_met(waiting[num_safe].need):
+            num_safe += 1
+        if num_safe:
+            self.waits.replies = waiting[num_safe:]
+            actions += [self._reply(each.request, each.message, each.frames) for each in waiting[:num_safe]]
+        return actions + self._answer_visible_pulls()
+
+    def _answer_visible_pulls(self) -> list[Action]:
+        waiting, mode = self.waits.pulls, self.state.mode
+        # Exact steps: only after one counted, not after each of the messages that make it.
+        is_due = self._has_counted or mode is None or mode.kind != "exact"
+        self._has_counted = False
+        if not waiting or not is_due:
+            return []
+        is_visible = [self._is_visible(request) for request, _ in waiting]
+        visible = [pull for pull, is_it in zip(waiting, is_visible, strict=True) if is_it]
+        self.waits.pulls = [pull for pull, is_it in zip(waiting, is_visible, strict=True) if not is_it]
+        self._answer_pulls(visible)
+        return [self._pulled(request) for request, _ in visible]
 
     def _end_waits(self, message: msg.ViewOver) -> list[Action]:
         """The view is over: forget what is staged, and tell everybody who waits."""

@@ -33,7 +33,7 @@ from shoal.cluster.launch.roles import ServerSpec, decode_spec
 from shoal.config import placement
 from shoal.errors import ArenaFull, ConfigError, CoordinatorLost, LinkLost, TablesFull, WireError
 from shoal.ps.server.actions import Action, DropPeer, Reply, Request, Send, Tell
-from shoal.runtime import failpoints, page_lock, recorder
+from shoal.runtime import failpoints, page_lock, recorder, row_threads
 from shoal.runtime.memory import available_bytes
 from shoal.runtime.transport import endpoint, interfaces, tls
 from shoal.runtime.transport.arena import Buffer
@@ -717,7 +717,8 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     if told.server_device == placement.CPU:
         # torch's optimizers would ask for a device at their first step all the same, which takes the driver a while to answer.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    threads.use(told.num_threads)
+    threads.use(1)
+    row_threads.use(told.row_threads)
     failpoints.arm(told.faults, process=name, incarnation=told.incarnation)
     faulthandler.enable()
     # Every segment of a client's holds a descriptor.

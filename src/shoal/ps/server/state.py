@@ -277,7 +277,7 @@ class ServerState:
             case ChunkRecord(number, state):
                 self.set_chunk(number, state, frames)
             case MarksRecord():
-                self.set_marks(frames[0], slots)
+                self.set_applied_seqs(frames[0], slots)
             case PostRecord(exchange, notes):
                 result = Result(False, bytes(frames[0]))
                 self.mailbox.finish(exchange, result, _notes(notes, frames[1:]), self.num_workers)
@@ -351,7 +351,7 @@ class ServerState:
     ) -> None:
         self.contents.dense.write(number, frames[0], state, list(frames[1:]))
 
-    def set_marks(self, frame: Frame, slots: Slots) -> None:
+    def set_applied_seqs(self, frame: Frame, slots: Slots) -> None:
         triples = as_array(frame, np.int64, "marks").reshape(-1, 3)
         for slot, stream, seq in triples.tolist():
             if slots[slot]:
@@ -456,7 +456,7 @@ def answer_whole(
             triples = as_array(kept_marks, np.int64, "marks").reshape(-1, 3)
             inside = (triples >= 0).all() and (triples[:, 0] < NUM_SLOTS).all()
             _require(bool(inside), "marks are of slots 0..255, and never negative")
-            state.set_marks(kept_marks, mine)
+            state.set_applied_seqs(kept_marks, mine)
             return msg.Declared(False), [], Change(mine.copy(), lambda _: (MarksRecord(), [kept_marks]))
     raise Refusal(f"a server is not asked {type(request.message).__name__}")
 

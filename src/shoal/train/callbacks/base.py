@@ -142,6 +142,9 @@ class CallbackList:
         self._here = [callback for callback in self._all if callback.ranks == "every" or rank == 0]
         self._standing: list[Any] | None = None
         self._is_deep = False
+        self._tensors: tuple[list[Tensor], list[Tensor]] | None = (
+            None  # parameters and buffers, as last walked
+        )
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._all)
@@ -156,14 +159,16 @@ class CallbackList:
             if trainer.job.num_workers == 1 or getattr(run, "__module__", "shoal.").startswith("shoal."):
                 run(trainer, *args)
                 continue
-            # Reading all weights takes time: at every other step only what torch itself counts.
-            self._is_deep = callback.ranks == "zero" and (
-                hook != "on_step_end" or trainer.step.bit_count() == 1
-            )
-            self._standing = _standing(trainer, self._is_deep)
+            # Walking the model and reading all weights takes time: at every other step only what torch itself counts.
+            is_thorough = hook != "on_step_end" or trainer.step.bit_count() == 1
+            if is_thorough or self._tensors is None:
+                model = trainer.train_job.model
+                self._tensors = list(model.parameters()), list(model.buffers())
+            self._is_deep = callback.ranks == "zero" and is_thorough
+            self._standing = self._look(trainer)
             run(trainer, *args)
             before, self._standing = self._standing, None
-            after = _standing(trainer, self._is_deep)
+            after = self._look(trainer)
             if before != after:
                 changed = [name for name, was, now in zip(_PARTS, before, after, strict=True) if was != now]
                 _refuse_changes(callback, hook, trainer, changed)
@@ -171,7 +176,23 @@ class CallbackList:
     def weights_were_refreshed(self, trainer: Trainer) -> None:
         """shoal itself wrote into the model, while a callback runs."""
         if self._standing is not None:
-            self._standing = _standing(trainer, self._is_deep)
+            self._standing = self._look(trainer)
+
+    def _look(self, trainer: Trainer) -> list[Any]:
+        """What changes when a callback changes the model or the optimizer, in the order of `_PARTS`.
+
+        With `_is_deep` what was written by way of `.data` too, of which torch keeps no count.
+        """
+        assert self._tensors is not None
+        parameters, buffers = self._tensors
+        optimizer = trainer.strategy.optimizer
+        groups = optimizer.param_groups if optimizer is not None else []
+        return [
+            [[parameter._version for parameter in parameters], _norms(parameters) if self._is_deep else ()],
+            [buffer._version for buffer in buffers],
+            [parameter.requires_grad for parameter in parameters],
+            [{key: str(value) for key, value in group.items() if key != "params"} for group in groups],
+        ]
 
     def has_own(self, hook: str) -> bool:
         """Whether a callback of the user's has this hook."""
@@ -209,22 +230,6 @@ def average_decay(callbacks: CallbackList) -> float | None:
 
 
 _PARTS = ("weights", "buffers", "requires_grad", "settings of the optimizer")
-
-
-def _standing(trainer: Trainer, is_deep: bool) -> list[Any]:
-    """What changes when a callback changes the model or the optimizer, in the order of `_PARTS`.
-
-    With `is_deep` what was written by way of `.data` too, of which torch keeps no count.
-    """
-    model, optimizer = trainer.train_job.model, trainer.strategy.optimizer
-    parameters = list(model.parameters())
-    groups = optimizer.param_groups if optimizer is not None else []
-    return [
-        [[parameter._version for parameter in parameters], _norms(parameters) if is_deep else ()],
-        [buffer._version for buffer in model.buffers()],
-        [parameter.requires_grad for parameter in parameters],
-        [{key: str(value) for key, value in group.items() if key != "params"} for group in groups],
-    ]
 
 
 @torch.no_grad()

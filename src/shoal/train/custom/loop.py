@@ -214,7 +214,7 @@ class WorkerData:
                 yield place_on(part.batch, self._loop.device, self._loop.dtype)
                 recorder.RECORDER.base(recorder.READ)
             is_over = True
-            self._meet()
+            self._sync_loops()
             for loop in script.loops:
                 loop.epoch_is_over()
         except GeneratorExit:
@@ -258,7 +258,7 @@ class WorkerData:
         """Steps of all workers, where each takes batches of its own; None where all take each together."""
         return self._lease.position.step if self._lease is not None else None
 
-    def _meet(self) -> None:
+    def _sync_loops(self) -> None:
         """Have one model on all workers, where they trained apart."""
         if self._lease is not None:
             self._lease.end()
@@ -271,7 +271,7 @@ class WorkerData:
         try:
             if self._lease is not None:
                 self._lease.give_back()
-            self._meet()
+            self._sync_loops()
         except Exception as error:
             told = failure.describe(
                 error, rank=self.rank, stop=session.stop_requested(), meets_peers=session.meets_peers()
@@ -375,7 +375,7 @@ class CustomLoop:
     def _stepping(self) -> AcceptsGradients:
         return self.strategy  # type: ignore[return-value]  # the strategies there are can all do it
 
-    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> None:
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> None:
         """Hand model and optimizer to the strategy and make `optimizer.step` its commit."""
         if self.job.batchnorm == "sync" and len(self.job.batch_ranks) > 1:
             raise ConfigError(
@@ -572,7 +572,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     if loop is None:
         loop = CustomLoop()
         call = Call(number, loop.strategy.replay_log)
-        loop.take(model, optimizer, batches)
+        loop.attach(model, optimizer, batches)
         script.loops.append(loop)
         script.recovery.models.append(model)
         script.recovery.optimizers.append(optimizer)
