@@ -44,6 +44,7 @@
     │   ├── NonFiniteLoss
     │   ├── LossDoesNotRecombine
     │   ├── ForwardMixesSamples    x - x.mean(0) within a model, say
+    │   ├── GradientMixesSamples   a backward in which the gradient of a sample depends on the others of its batch
     │   ├── LossReadsParameters
     │   ├── StageCannotRun         a batch no stage was cut for
     │   │   ├── ShapeDecides
