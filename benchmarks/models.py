@@ -22,10 +22,11 @@ from benchmarks.harness import Report
 from benchmarks.public_models import Case, available
 from benchmarks.scripts import models_job
 from shoal.cluster.launch.api import LaunchConfig, launch
+from shoal.config.strategy import Axes, fill_axes, parse_axes
 
 STRATEGIES: tuple[tuple[str, int], ...] = (
-    ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("tp", 2), ("tp", 3), ("pp", 2), ("pp", 3), ("ps", 2),
-    ("fsdp=2,tp=2", 4),
+    ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("tp", 2), ("tp", 3), ("pp", 2), ("pp", 3), ("ps", 2), ("ps", 3),
+    ("fsdp=2,tp=2", 4), ("dp=2,tp=2", 4), ("dp=2,fsdp=2", 4), ("fsdp=2,pp=2", 4), ("pp=2,tp=2", 4),
 )  # fmt: skip
 
 
@@ -36,9 +37,9 @@ class OneProcess:
         self._known: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
 
     def __call__(self, name: str, case: Case, strategy: str, workers: int) -> dict[str, torch.Tensor]:
-        num_data = {"tp": 1, "pp": 1, "fsdp=2,tp=2": 2}.get(strategy, workers)
-        num_slices = num_data if case.mixes or case.draws else 1
-        num_micro = 2 * workers if case.draws and not case.mixes and strategy == "pp" else 1
+        axes = fill_axes(parse_axes(strategy) or Axes(dp=workers), workers, strategy)
+        num_slices = axes.num_data_ranks if case.mixes or case.draws else 1
+        num_micro = 2 * axes.pp if axes.pp > 1 and case.draws and not case.mixes else 1
         key = name, num_slices, num_micro
         if key not in self._known:
             self._known[key] = models_job.train(case, num_slices=num_slices, num_micro=num_micro)

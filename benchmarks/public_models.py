@@ -236,7 +236,8 @@ CASES: dict[str, Case] = {
     "timm byobnet": _timm("test_byobnet", 64, mixes=True),
     "timm mambaout": _timm("test_mambaout", 64),
     "torchvision resnet18": _torchvision("resnet18", 64, mixes=True),
-    "torchvision mobilenet": _torchvision("mobilenet_v2", 64, mixes=True, dropout=0.0),
+    # One process whose weights are off by one unit in the last place differs by 1.6e-9: 52 BatchNorms over few samples.
+    "torchvision mobilenet": _torchvision("mobilenet_v2", 64, mixes=True, dropout=0.0, tolerance=1e-8),
     "torchvision shufflenet": _torchvision("shufflenet_v2_x0_5", 64, mixes=True),
     "torchvision squeezenet": _torchvision("squeezenet1_1", 64, draws=True),
     "deepfm": _deepctr("DeepFM"),

@@ -44,6 +44,7 @@
     │   ├── NonFiniteLoss
     │   ├── LossDoesNotRecombine
     │   ├── ForwardMixesSamples    x - x.mean(0) within a model, say
+    │   ├── GradientMixesSamples   a backward in which the gradient of a sample depends on the others of its batch
     │   ├── LossReadsParameters
     │   ├── StageCannotRun         a batch no stage was cut for
     │   │   ├── ShapeDecides
@@ -300,6 +301,20 @@ class ForwardMixesSamples(TrainingError):
             f"{where} mixes the samples of a batch: rows of the same samples, run together and in pairs, differ by "
             f"{gap:.2g} of what rows differ from each other. Under '{strategy}' a worker has the samples of its own slice alone, and "
             f"something else would be trained than in one process. Nothing of this step was updated. {cure}"
+        )
+
+
+class GradientMixesSamples(TrainingError):
+    """A backward in which the gradient of a sample depends on the others of its batch."""
+
+    def __init__(self, *, parameter: str, strategy: str, gap: float) -> None:
+        self.parameter, self.strategy, self.gap = parameter, strategy, gap
+        super().__init__(
+            f"the gradient of '{parameter}' over four samples is not the sum of those over two pairs of them (they differ by {gap:.2g} of its "
+            "size), though forward gives the same rows: something in backward depends on the whole slice, an autograd.Function that "
+            f"normalises the gradient it is given, say. Under '{strategy}' a worker has the samples of its own slice alone, and something "
+            "else would be trained than in one process. Nothing of this step was updated; let backward treat each sample by itself, "
+            "or run in one process."
         )
 
 

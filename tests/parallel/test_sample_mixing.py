@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.data.slice import Slice
-from shoal.errors import ForwardMixesSamples
+from shoal.errors import ForwardMixesSamples, GradientMixesSamples
 from shoal.parallel import gathering
 from shoal.parallel.compute import Compute
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import TrainJob
+from shoal.parallel.sample_mixing import buffers_of_slices, refuse_mixed_gradients
 
 
 class Of(nn.Module):
@@ -304,3 +305,86 @@ def test_inputs_that_cannot_be_cut_are_let_through() -> None:
     sparse = torch.randn(8, 6).relu().to_sparse_csr()
     whole = Slice((sparse, torch.randint(0, 3, (8,))), 8, 16)
     Compute(job, check_loss=True, check_mixing="ddp").forward_backward(whole, rank=0, step=0)
+
+
+class Keeps(nn.Module):
+    """A layer that keeps something of each batch in training mode."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layer, self.what = nn.Linear(3, 3), what
+        self.register_buffer("kept", torch.zeros(3 if what != "queue" else (8, 3)))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "mean":
+            self.kept = self.kept * 0.9 + 0.1 * x.mean(0)
+        elif self.what == "sum":
+            self.kept.mul_(0.9).add_(x.sum(0), alpha=0.1)
+        elif self.what == "variance":
+            self.kept.copy_(x.var(0))
+        elif self.what == "queue":
+            self.kept = torch.cat([x, self.kept])[:8]
+        self.count += len(x) if self.what == "samples" else 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "uneven"),
+    [
+        ("mean", []),
+        ("steps", []),
+        ("sum", ["kept"]),
+        ("variance", ["kept"]),
+        ("queue", ["kept"]),
+        ("samples", ["count"]),
+    ],
+)
+def test_buffers_that_slices_change_otherwise_than_a_batch_are_named(what: str, uneven: list[str]) -> None:
+    torch.manual_seed(0)
+    model, x = Keeps(what), torch.randn(6, 3)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert buffers_of_slices(model, model, x) == uneven
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+class Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+class Reversed(Normalised):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient.clamp(-1, 1)
+
+
+@pytest.mark.parametrize(("function", "is_mixed"), [(Normalised, True), (Reversed, False)])
+def test_a_backward_that_depends_on_the_slice_is_refused_by_parameter(function: Any, is_mixed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), Of(function.apply), nn.Tanh(), nn.Linear(5, 3))
+    refuse = refuse_mixed_gradients(model, model, torch.randn(7, 6), "ddp")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if not is_mixed:
+        refuse()
+        return
+    with pytest.raises(
+        GradientMixesSamples, match=r"the gradient of '0\.weight' over four samples"
+    ) as refused:
+        refuse()
+    assert refused.value.gap > 0.1
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Dropout(0.5), nn.LSTM(6, 6, batch_first=True), nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)],
+)
+def test_gradients_of_ordinary_layers_add_up(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), layer).eval()
+    refuse_mixed_gradients(model, model, torch.randn(5, 3, 6), "ddp")()

@@ -113,3 +113,14 @@ def test_a_checkpoint_of_one_strategy_goes_on_under_another(
         launch_script(script(epochs=2, resume=saved[3]), strategy=strategy, workers=workers, name="second")
     )
     assert resumed[:3] == pytest.approx(whole[:3], rel=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+def test_an_optimizer_that_cannot_update_parts_is_refused_by_name(
+    launch_script: Callable[..., Any], strategy: str
+) -> None:
+    text = script().replace("torch.optim.Adam(", "torch.optim.Rprop(").replace("33", "32")
+    done = launch_script(text, workers=2, strategy=strategy)
+    assert done.exit_code == 2
+    assert "the update of Rprop uses aten.index_put_.default" in str(done.error)
+    assert "--strategy ddp or ps" in str(done.error)

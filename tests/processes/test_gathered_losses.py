@@ -83,9 +83,26 @@ trainer.fit(shoal.Dataset.from_arrays((x, y)).batch(14))
 """
 
 
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("ddp", 3), ("fsdp", 3), ("dp=2,tp=2", 4), ("fsdp=2,pp=2", 4)]
+)
 def test_a_forward_that_mixes_samples_is_refused_by_its_layer(
-    launch_script: Launch,
+    launch_script: Launch, strategy: str, workers: int
 ) -> None:
-    done = launch_script(MIXING, workers=3, strategy="ddp")
+    done = launch_script(MIXING, workers=workers, strategy=strategy)
     assert isinstance(done.error, ForwardMixesSamples), done.stderr
     assert (done.error.layer, done.error.kind) == ("1", "Centred")
+
+
+@pytest.mark.parametrize("option", ["max_norm=1.0", "scale_grad_by_freq=True"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ps"])
+def test_tables_that_look_at_the_whole_batch_are_refused(
+    launch_script: Launch, option: str, strategy: str
+) -> None:
+    text = MIXING.replace("nn.Linear(6, 8), Centred()", f"nn.Embedding(9, 8, {option}), nn.Flatten()")
+    text = text.replace("nn.Linear(8, 3)", "nn.Linear(48, 3)").replace(
+        "torch.randn(40, 6)", "torch.randint(0, 9, (40, 6))"
+    )
+    done = launch_script(text, workers=2, strategy=strategy, servers=1 if strategy == "ps" else None)
+    assert done.exit_code == 2
+    assert f"the layer '0' (Embedding) has {option.removesuffix('.0')}" in str(done.error)

@@ -44,3 +44,14 @@ def test_buffers_agree_over_the_ranks_and_a_death_changes_no_bit(
     for victim in (0, 2):
         killed = launch_script(SCRIPT, workers=3, faults=Faults().kill(f"worker-{victim}", at_step=20))
         assert (killed.exit_code, killed.stdout) == (0, calm.stdout), killed.stderr
+
+
+def test_a_buffer_that_no_average_gets_right_is_named_at_the_first_step(
+    launch_script: Callable[..., Launched],
+) -> None:
+    text = SCRIPT.replace(".mean(0)", ".sum(0)").replace(".batch(10)", ".batch(20)")
+    done = launch_script(text, workers=3)
+    assert done.exit_code == 0, done.stderr
+    assert "note: forward changes 'centre' otherwise by parts of a batch than by all of it" in done.stderr
+    told = launch_script(SCRIPT.replace(".batch(10)", ".batch(20)"), workers=3)
+    assert "note: forward changes" not in told.stderr

@@ -48,6 +48,18 @@ def loss(output, target):
     scores = output["scores"].unflatten(1, (-1, 13)).transpose(1, 2)
     return F.cross_entropy(scores, target, reduction="none").mean() + 0.01 * output["norm"].mean()
 
+class Decides(Net):
+    # Nothing that can be traced: reads numbers out of the batch; every block takes a value that is computed before them.
+    def forward(self, ids, known):
+        mask = (known > 0).to(self.places.dtype)[:, :, None]
+        if bool((known < 0).any()):
+            mask = mask + 0.1 * torch.tensor((known < 0).tolist(), dtype=mask.dtype)[:, :, None]
+        x = self.table(ids) + self.places[: ids.shape[1]]
+        gate = mask * x.sigmoid()
+        for block in self.blocks:
+            x = block(x, gate)
+        return {"scores": self.head(x).flatten(1), "norm": x.norm(dim=(1, 2))}
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -151,6 +163,31 @@ def test_stages_train_as_one_process(
     alone = reference(launch_script, tmp_path, workers=num_parts, parts=2 * num_stages)
     trained = staged(launch_script, tmp_path, strategy, workers, schedule)
     assert trained == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "schedule"),
+    [("pp", 3, "1f1b"), ("pp", 2, "interleaved"), ("pp", 2, "zero-bubble"), ("pp=2,fsdp=2", 4, "1f1b")],
+)
+def test_a_forward_that_reads_its_batch_is_cut_between_its_blocks(
+    launch_script: Launch, tmp_path: Path, strategy: str, workers: int, schedule: str
+) -> None:
+    num_stages, num_parts = (workers, 1) if strategy == "pp" else (2, 2)
+    text = script(tmp_path, options=f"accumulate={2 * num_stages}", model="Decides")
+    key = f"Decides {num_parts} {num_stages}"
+    if key not in _kept:
+        alone = launch_script(text, workers=num_parts, strategy="ddp" if num_parts > 1 else "single")
+        _kept[key] = result(alone)[:-1]
+    done = launch_script(
+        script(tmp_path, model="Decides"),
+        strategy=strategy,
+        workers=workers,
+        schedule=schedule,
+        name="staged",
+    )
+    assert result(done)[:-1] == pytest.approx(_kept[key], rel=1e-9)
+    assert "a value computed from the data decides what is done next" in done.stderr
+    assert "It is cut between its repeated blocks instead" in done.stderr
 
 
 def test_batchnorm_sees_what_it_would_see_in_one_process(launch_script: Launch, tmp_path: Path) -> None:

@@ -356,3 +356,57 @@ def test_a_script_compared_in_float32_is_compared_with_whole_batches_too(verify:
     assert result.exit_code == 1, result.output
     assert "with whole batches, though the layers above were at rest" in " ".join(result.stdout.split())
     assert "float64  " not in result.stdout
+
+
+def test_a_backward_that_depends_on_the_slice_is_named_as_the_cause(verify: Verify) -> None:
+    result = verify(
+        """
+        class Normalised(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient / gradient.norm()
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 3)
+
+            def forward(self, x):
+                return self.second(Normalised.apply(self.first(x).tanh()))
+
+        train(Model())
+        """,
+        "-n",
+        "2",
+    )
+    assert result.exit_code == 1, result.output
+    assert "The cause is likely first.weight (its gradient), which mixes the samples of a batch" in told(
+        result
+    )
+
+
+def test_gradients_changed_in_a_loop_are_named_as_the_cause(verify: Verify) -> None:
+    result = verify(
+        f"""
+        model = {MLP}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, batches = shoal.setup(model, optimizer, data.batch(16))
+        for inputs, target in batches:
+            optimizer.zero_grad()
+            output = model(inputs)
+            output.register_hook(lambda gradient: gradient / gradient.norm())
+            nn.functional.cross_entropy(output, target).backward()
+            optimizer.step()
+        """,
+        "-n",
+        "2",
+    )
+    assert result.exit_code == 1, result.output
+    assert (
+        "gradients that are clipped or changed by arithmetic of the script's own before optimizer.step() sums them"
+        in told(result)
+    )

@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -28,14 +29,28 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.collectives.sync_batchnorm import RanksOfBatch
 from shoal.config import job as jobs
+from shoal.config import strategy as strategies
 from shoal.data.slice import LABELS, Slice, split_target, weight_of
 from shoal.data.tree import Tree, concatenate, map_tensors, tensors
 from shoal.embedding.hash_embedding import HashEmbedding
-from shoal.errors import ConfigError, ForwardMixesSamples, LossDoesNotRecombine, TrainingError
+from shoal.errors import (
+    ConfigError,
+    ForwardMixesSamples,
+    GradientMixesSamples,
+    LossDoesNotRecombine,
+    TrainingError,
+)
 from shoal.parallel import gathering, own_gradients
 from shoal.parallel.batch_dependence import THE_MODEL, draws_numbers, mixing_layers, note_mixing
 from shoal.parallel.protocol import LossSum, TrainJob
-from shoal.parallel.sample_mixing import can_be_tried, refuse_mixed_samples, unchanged
+from shoal.parallel.sample_mixing import (
+    NUM_SAMPLES,
+    buffers_of_slices,
+    can_be_tried,
+    refuse_mixed_gradients,
+    refuse_mixed_samples,
+    unchanged,
+)
 from shoal.runtime.seeds import mix
 
 
@@ -396,7 +411,7 @@ class Compute:
 
     def _refuse_mixing(self, piece: Slice, strategy: str) -> None:
         inputs = self._split(self._placed(piece.batch))[0]
-        _refuse_mixing(self._job, self._call, inputs, piece.num_local, strategy)
+        refuse_mixing(self._job, self._call, inputs, piece.num_local, strategy)
 
     def forward(self, batch: Slice, *, rank: int) -> Tree:
         """The outputs of a slice in evaluation mode, without gradients."""
@@ -507,9 +522,10 @@ def check_loss_in_forward(
                 _note_drift()
 
 
-def _refuse_mixing(
+def refuse_mixing(
     job: TrainJob, call: Callable[[Tree], Any], inputs: Tree, num_local: int, strategy: str
 ) -> None:
+    """Refuse a forward whose result for a sample depends on the others of the slice; under verify it is only named."""
     if any(tensor.dim() == 0 or len(tensor) != max(num_local, 1) for tensor in tensors(inputs)):
         return  # a batch of the user's own collate function, not cut by rows
 
@@ -518,21 +534,69 @@ def _refuse_mixing(
             refuse = refuse_mixed_samples(job.model, call, inputs, num_local, strategy)
             if is_still():
                 refuse()
+            # Rows of tables on servers are pushed by what their backward keeps.
+            if num_local >= NUM_SAMPLES and not strategies.parse(jobs.current().strategy).has_servers:
+                refuse = refuse_mixed_gradients(job.model, call, inputs, strategy)
+                if is_still():
+                    refuse()
 
+    # What mixes in training mode alone does as BatchNorm does, and is only named.
+    known = {layer.layer for layer in mixing_layers(job.model)}
+    in_training = [module for name, module in job.model.named_modules() if (name or THE_MODEL) in known]
     if jobs.current().verify is None:
         try_out(job.model.modules())
+        if job.model not in _noted:
+            _noted.add(job.model)
+            try:
+                try_out(in_training)
+            except ForwardMixesSamples as found:
+                _note_own_norm(found)
+            except GradientMixesSamples:  # of such a norm
+                pass
+            with _on_trial(job, in_training) as is_still, torch.compiler.set_stance("force_eager"):
+                uneven = buffers_of_slices(job.model, call, inputs) if num_local >= NUM_SAMPLES else []
+                if uneven and is_still():
+                    _note_buffers(uneven)
         return
-    # Compared with one process anyway, so it is only named. What mixes in training mode alone does as BatchNorm does.
-    known = {layer.layer for layer in mixing_layers(job.model)}
-    for at_rest in (
-        list(job.model.modules()),
-        [module for name, module in job.model.named_modules() if (name or THE_MODEL) in known],
-    ):
+    # Compared with one process anyway.
+    for at_rest in (list(job.model.modules()), in_training):
         try:
             try_out(at_rest)
         except ForwardMixesSamples as found:
             note_mixing(found.layer, found.kind)
             return
+        except GradientMixesSamples as found:
+            note_mixing(found.parameter, "its gradient")
+            return
+
+
+_noted: WeakSet[nn.Module] = WeakSet()
+"""Models of which it was said, or need not be, what they do with the samples of a slice in training mode."""
+
+
+def _note_own_norm(found: ForwardMixesSamples) -> None:
+    where = (
+        f"the layer '{found.layer}' ({found.kind})"
+        if found.layer
+        else f"the model's own forward ({found.kind})"
+    )
+    _note(
+        f"{where} mixes the samples of a batch in training mode. Each worker runs it on its own slice, as BatchNorm, which trains something "
+        "else than one process with whole batches"
+    )
+
+
+def _note_buffers(names: Sequence[str]) -> None:
+    named = ", ".join(f"'{name}'" for name in names[:3])
+    _note(
+        f"forward changes {named} otherwise by parts of a batch than by all of it (a sum over samples, a queue of them, a variance). Workers "
+        "average what their slices make of it, which is not what one process has; shoal.gather in forward shows it all rows (ddp, fsdp)"
+    )
+
+
+def _note(text: str) -> None:
+    if jobs.rank() == 0:
+        print(f"note: {text}. `shoal verify` tells by how much results differ", file=sys.stderr, flush=True)
 
 
 class OwnLoopTrial:
@@ -559,7 +623,7 @@ class OwnLoopTrial:
         gathering.enter(None)
         try:
             inputs = args, kwargs
-            _refuse_mixing(
+            refuse_mixing(
                 self._job, lambda given: model(*given[0], **given[1]), inputs, scope.num_local, self._strategy
             )
         finally:

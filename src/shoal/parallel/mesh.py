@@ -28,20 +28,21 @@ from shoal.config import strategy as strategies
 from shoal.config.choices import SCHEDULES
 from shoal.config.job import Job
 from shoal.data.slice import Slice
-from shoal.data.tree import Tree, leaves, map_tensors
-from shoal.errors import ClusterError, ConfigError, PeerLost, TrainingError
+from shoal.data.tree import Tree, leaves, map_tensors, tensors
+from shoal.errors import ClusterError, ConfigError, PeerLost, StageCannotRun, TrainingError
 from shoal.parallel import fsdp as fsdp_cut
 from shoal.parallel import own_gradients, parameter_loss
-from shoal.parallel.compute import ModelCall, check_loss_in_forward, place, run_again
+from shoal.parallel.compute import ModelCall, check_loss_in_forward, place, refuse_mixing, run_again
 from shoal.parallel.ddp import Ddp
 from shoal.parallel.own_forward import OwnForward
 from shoal.parallel.pipeline import plan as pipeline_plan
 from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline import state as pipeline_state
-from shoal.parallel.pipeline.partition import Partition, find_partition, sample
+from shoal.parallel.pipeline.partition import Partition, find_partition, partition_by_blocks, sample
 from shoal.parallel.pipeline.runner import PipelineRunner, RetracedRoles
 from shoal.parallel.pipeline.stage import ModelStage
 from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
+from shoal.parallel.sample_mixing import can_be_tried
 from shoal.parallel.state import (
     MODEL,
     LazyTensors,
@@ -61,6 +62,7 @@ from shoal.parallel.state import (
 )
 from shoal.parallel.step import StepExchange
 from shoal.parallel.tensor_parallel import cut as tensor_cut
+from shoal.parallel.tensor_parallel import dtensor_fixes
 from shoal.parallel.tensor_parallel import plan as tensor_plan
 from shoal.parallel.tensor_parallel.attention import disable_encoder_fast_path
 from shoal.parallel.tensor_parallel.blocks import BlockTrial
@@ -117,6 +119,8 @@ class MeshParallel(Ddp):
         torch_waits.record()
         if self._axes.pp > 1:
             pipeline_stage.refuse_old_torch()
+        if self._axes.tp > 1:
+            dtensor_fixes.refuse_old_torch()
         if job.build_optimizer is not None:
             self._refuse_rows(job.model)
         if job.is_own_loop and self._axes.pp > 1 and self._axes.tp > 1:
@@ -189,7 +193,9 @@ class MeshParallel(Ddp):
             # A mesh has groups of its own, whose connections may end before those that are watched.
             if not is_over and not any(word in str(error) for word in _BROKEN):
                 refusal = (
-                    tensor_cut.explain_unsupported(error, self._job.model) if self._axes.tp > 1 else None
+                    tensor_cut.explain_unsupported(error, self._job.model)
+                    if self._axes.tp > 1
+                    else tensor_cut.explain_optimizer(error)
                 )
                 by_parameters = parameter_loss.refusal(error, str(self._axes), in_stages=self._axes.pp > 1)
                 raise refusal or by_parameters or error from None
@@ -333,6 +339,7 @@ class MeshParallel(Ddp):
         if self._offload and self._rank == 0 and self._job.device.type == "cpu":
             note = "--offload keeps shards in the host's memory, and without an accelerator they are there anyway: nothing is moved"
             print(f"note: {note}, nothing is saved", file=sys.stderr, flush=True)
+        self._refuse_mixed_samples(model)
         plan = None
         if self._axes.tp > 1:
             plan = self._find_tensor_plan(model, mesh)
@@ -362,6 +369,24 @@ class MeshParallel(Ddp):
         if found is not None:
             assert self._ownership is not None
             self._ties = pipeline_state.TiedGradients(model, self._ownership, mesh["pp"].get_group())
+
+    def _refuse_mixed_samples(self, model: nn.Module) -> None:
+        """Try the model on the first of the data, while every rank has all of it: once it is cut, its forward is collective.
+
+        Not in a loop of the script's own or a training step, which may turn batches before they call the model.
+        """
+        job = self._job
+        is_called_so = job.training_step is None and not job.is_own_loop and not job.loss.is_in_forward
+        if (
+            self._axes.num_data_ranks == 1
+            or job.first_inputs is None
+            or not is_called_so
+            or not can_be_tried(model)
+        ):
+            return
+        inputs = place(job.first_inputs(), job.device, job.cast_inputs)
+        num_rows = max((len(tensor) for tensor in tensors(inputs) if tensor.dim()), default=0)
+        refuse_mixing(job, ModelCall(model), inputs, num_rows, str(self._axes))
 
     def _find_tensor_plan(self, model: nn.Module, mesh: DeviceMesh) -> TensorPlan:
         """Which layers tp cuts. Blocks known by names are tried first, where there is data to try them on."""
@@ -402,11 +427,28 @@ class MeshParallel(Ddp):
             halves = [map_tensors(lambda t, at=at: t[at : at + 2], four) for at in (0, 2)]  # type: ignore[misc]
             check_loss_in_forward(job, ModelCall(model), [(four, 4), (halves[0], 2), (halves[1], 2)], 4)
         whole = pipeline_plan.kept_whole_by_tp(model, plan) if plan is not None else {}
-        partition = find_partition(model, inputs, num_stages, job.pipeline_cut or (), whole)
         styles = {row.layer: row.style for row in plan.rows.values()} if plan is not None else {}
-        by_size = pipeline_plan.costs_by_size(partition)
-        # Refuses before anybody measures.
-        cut = pipeline_plan.find_cut(partition, num_stages, by_size, job.pipeline_cut, styles)
+        try:
+            partition = find_partition(model, inputs, num_stages, job.pipeline_cut or (), whole)
+            by_size = pipeline_plan.costs_by_size(partition)
+            # Refuses before anybody measures.
+            cut = pipeline_plan.find_cut(partition, num_stages, by_size, job.pipeline_cut, styles)
+        except ConfigError as error:
+            # What tp does around layers is not seen by a forward that runs on values without data.
+            found = partition_by_blocks(model, inputs) if plan is None else None
+            if found is None:
+                raise
+            try:
+                partition, by_size = found, pipeline_plan.costs_by_size(found)
+                cut = pipeline_plan.find_cut(partition, num_stages, by_size, job.pipeline_cut, styles)
+                pipeline_stage.refuse_different_results(job, partition, cut, inputs)
+            except (ConfigError, StageCannotRun):
+                raise error from None
+            if self._rank == 0:
+                why = str(error).partition(". Nothing was trained")[0]
+                print(
+                    f"note: {why}. It is cut between its repeated blocks instead", file=sys.stderr, flush=True
+                )
         costs = torch.tensor(by_size, dtype=torch.float64)
         if self._rank == 0:
             try:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.data.tree import Tree, map_tensors, tensors
-from shoal.errors import ForwardMixesSamples
+from shoal.errors import ForwardMixesSamples, GradientMixesSamples
 
 NUM_SAMPLES = 4
 """Samples that are run together and in pairs: few, so that a trial costs less than a step."""
@@ -73,6 +73,81 @@ def refuse_mixed_samples(
             gap=gap,
             batch_first=getattr(module, "batch_first", None),
         )
+
+    return refuse
+
+
+def buffers_of_slices(model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree) -> list[str]:
+    """Buffers whose change by some samples is not the mean of those by their halves, so that averages over workers are not one process's.
+
+    Sums over samples, queues of samples, a variance. Floating ones are averaged over the workers, of others rank 0's is
+    kept: those must change alike. BatchNorm's are known.
+    """
+    num, half = NUM_SAMPLES, NUM_SAMPLES // 2
+    known = {id(b) for m in model.modules() if isinstance(m, _BatchNorm) for b in m.buffers(recurse=False)}
+    names = [name for name, buffer in model.named_buffers() if id(buffer) not in known]
+    found = []
+    for at in (slice(0, 0), slice(0, num), slice(0, half), slice(half, num)):
+        with _without_hooks_of_script(model), unchanged(model):
+            if at.stop and not _run(model, call, inputs, at).ended:
+                return []
+            now = dict(model.named_buffers())
+            found.append([now[name].detach().double() for name in names])
+    uneven = []
+    for name, before, whole, first, second in zip(names, *found, strict=True):
+        if not before.shape == whole.shape == first.shape == second.shape:
+            uneven.append(name)
+        elif not torch.equal(whole, before) or not torch.equal(first, before):
+            by_whole, by_halves = whole - before, (first + second) / 2 - before
+            size = torch.maximum(by_whole.abs().max(), by_halves.abs().max())
+            if float((by_whole - by_halves).abs().max()) > NOTICED * float(size):
+                uneven.append(name)
+    return uneven
+
+
+def refuse_mixed_gradients(
+    model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree, strategy: str
+) -> Callable[[], None]:
+    """Run back the first samples together and in pairs; call the result to refuse gradients of pairs that do not add up.
+
+    A function of the script's own that normalises the gradient it is given does so, say. Outputs must have a row for each sample.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not p._backward_hooks}
+    num, half = NUM_SAMPLES, NUM_SAMPLES // 2
+    found: list[list[Tensor | None]] = []
+    shapes: set[tuple[torch.Size, ...]] = set()
+    for at in (slice(0, num), slice(0, half), slice(half, num), slice(0, num)):
+        # Whatever it raises here: the trial before this one has judged the forward.
+        with contextlib.suppress(Exception), warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            with _without_hooks_of_script(model), unchanged(model):
+                output = call(map_tensors(lambda tensor, at=at: tensor[at].clone(), inputs))  # type: ignore[misc]
+            rows = [
+                t for t in tensors(output) if t.requires_grad and t.dim() and len(t) == at.stop - at.start
+            ]
+            shapes.add(tuple(row.shape[1:] for row in rows))
+            # A function of each row by itself, whatever their order is.
+            flat = [row.flatten(1) if row.dim() > 1 else row[:, None] for row in rows]
+            weights = [torch.arange(row.shape[1], device=row.device).cos().to(row.dtype) for row in flat]
+            total = sum(
+                ((r * w).sum() + r.square().sum() for r, w in zip(flat, weights, strict=True)),
+                torch.zeros(()),
+            )
+            found.append(list(torch.autograd.grad(total, list(trained.values()), allow_unused=True)))
+
+    def refuse() -> None:
+        if len(found) < 4 or len(shapes) > 1:
+            return  # rows as long as the longest sample of a part are no function of each sample
+        for name, whole, first, second, again in zip(trained, *found, strict=True):
+            if whole is None or again is None or whole.layout is not torch.strided:
+                continue
+            size = float(whole.abs().max())
+            if float((whole - again).abs().max()) > 1e-3 * size:
+                return  # it answers otherwise the second time
+            parts = sum((part for part in (first, second) if part is not None), torch.zeros_like(whole))
+            gap = float((whole - parts).abs().max())
+            if gap > NOTICED * max(size, float(parts.abs().max())) and gap > 1e-6:
+                raise GradientMixesSamples(parameter=name, strategy=strategy, gap=gap / max(size, 1e-30))
 
     return refuse
 

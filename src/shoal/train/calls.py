@@ -268,6 +268,30 @@ def refuse_hooks(job: Job, model: nn.Module) -> None:
         refuse_gradient_hooks(model, job.strategy, is_cut=name.axes is not None)
 
 
+def refuse_lookups(job: Job, model: nn.Module) -> None:
+    """Refuse tables of torch's own whose forward or backward depends on which rows a whole batch looks up."""
+    name = strategies.parse(job.strategy)
+    if job.num_workers == 1 or job.sync_every is not None:
+        return
+    is_cut = job.num_data_ranks > 1
+    in_parts = name.axes is not None and name.axes.pp != 1
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        layer = f"the layer '{path}' ({type(module).__name__})" if path else f"the {type(module).__name__}"
+        if module.max_norm is not None and is_cut:
+            raise ConfigError(
+                f"{layer} has max_norm={module.max_norm:g}: forward rescales the rows that it looks up, in place, and under '{job.strategy}' a "
+                "worker looks up those of its own slice alone, so that workers would hold different weights. Nothing was trained; leave "
+                "max_norm out, or use --strategy tp or pp, where every worker sees whole batches."
+            )
+        if module.scale_grad_by_freq and name.is_exact and (is_cut or in_parts):
+            raise ConfigError(
+                f"{layer} has scale_grad_by_freq=True: backward divides by how often a row is looked up in a batch, and under '{job.strategy}' "
+                "it sees a part of the batch alone. Nothing was trained; leave it out, or use --strategy tp."
+            )
+
+
 def device_of(job: Job, said: str | torch.device | None) -> torch.device:
     """Device of this worker's model: the script's, or the job's. Refuses a device that is not there."""
     placed = placement.of_job(job, None if said is None else str(said))

@@ -67,6 +67,7 @@ from shoal.train.calls import (
     refuse_beside_step,
     refuse_fp16,
     refuse_hooks,
+    refuse_lookups,
     signals_finish_the_step,
     turns_of,
 )
@@ -814,6 +815,7 @@ class Trainer:
             **settings,
         )
         refuse_hooks(self.job, model)
+        refuse_lookups(self.job, model)
         if self.job.launched and self.rank == 0 and self.number == 0:
             check_planned(model, self.run_dir)
             if not self.train_job.compile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, ShapeDecides, TrainingError
 from shoal.parallel.loss import loss_rule
-from shoal.parallel.pipeline.partition import Partition, find_partition, segments_of
+from shoal.parallel.pipeline.partition import Partition, SegmentModule, find_partition, segments_of
 from shoal.parallel.pipeline.plan import PipelineCut, balance, costs_by_size, find_cut, measure
 from shoal.parallel.pipeline.stage import refuse_different_results
 from shoal.parallel.pipeline.trace import check, expect
@@ -250,6 +251,50 @@ def test_what_cannot_be_cut_is_refused_with_layer_and_reason(
         cut_of(model, num_stages, user_cut)
     assert said in str(refused.value)
     assert "Nothing was trained" in str(refused.value)
+
+
+class Backwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * -ctx.by, None
+
+
+class Adversarial(nn.Module):
+    """Goes back through a function of its own, which forward calls between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(Backwards.apply(self.second(self.first(x).tanh()), 0.5))
+
+
+def test_a_backward_of_the_users_own_is_kept() -> None:
+    model = Adversarial()
+    partition, cut = cut_of(model, 2)
+    values: tuple[Any, ...] = ()
+    for segment in segments_of(
+        partition.train, [cut.layers[begin].begin for begin in cut.begins], training=True
+    ):
+        values = segment.run(SegmentModule(model, segment.targets, {}), *(X for _ in segment.inputs), *values)
+    found = torch.autograd.grad(values.sum(), list(model.parameters()))  # type: ignore[attr-defined]  # the last one's
+    for mine, its in zip(found, torch.autograd.grad(model(X).sum(), list(model.parameters())), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_stages_with_another_gradient_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward_alone(x: Tensor, by: float) -> Tensor:
+        return x.view_as(x)
+
+    monkeypatch.setattr("shoal.parallel.pipeline.trace._applying", lambda function: forward_alone)
+    with pytest.raises(ConfigError, match="has another gradient of '"):
+        cut_of(Adversarial(), 2)
 
 
 def test_what_tp_leaves_in_parts_stays_in_one_stage() -> None:

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shoal.errors import ConfigError
+from shoal.parallel.tensor_parallel import dtensor_fixes
 from shoal.parallel.tensor_parallel.dtensor_fixes import (
     InplaceWriteMode,
     patch_sharding_rules,
@@ -105,3 +107,12 @@ def test_what_is_set_is_set(part: DTensor) -> None:
 )
 def test_torchs_refusals_are_known(says: str, operation: str | None) -> None:
     assert unsupported_operation(RuntimeError(says)) == operation
+
+
+def test_torch_without_what_tp_needs_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtensor_fixes.refuse_old_torch()
+    monkeypatch.setattr(dtensor_fixes, "HAS_RULES", False)
+    with pytest.raises(
+        ConfigError, match=f"as torch 2.11 has them, and this is torch {torch.__version__[:4]}"
+    ):
+        dtensor_fixes.refuse_old_torch()

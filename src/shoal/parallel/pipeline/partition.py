@@ -25,8 +25,10 @@ from shoal.data.tree import Tree, leaves, map_tensors, tensors
 from shoal.errors import ConfigError
 from shoal.parallel.compute import ModelCall, evaluating, is_run_again
 from shoal.parallel.pipeline import p2p
+from shoal.parallel.pipeline.blocks import BlockForward, block_forwards, block_segments
 from shoal.parallel.pipeline.trace import (
     MetaCopy,
+    StageSegment,
     TracedForward,
     Untraceable,
     check,
@@ -214,6 +216,36 @@ def _traced_partition(
                 ) from None
             closed[path] = error.reason
             opened.clear()
+    layers = tuple(_layers(model, train, evaluation))
+    return _partition(model, inputs, train, evaluation, layers, closed, opened)
+
+
+def partition_by_blocks(model: nn.Module, inputs: Tree) -> Partition | None:
+    """Cut at repeated blocks, each stage running the user's own forward; None for a model without a row of them."""
+    if not _can_open(model):
+        return None
+    few = sample(inputs, NUM_SAMPLES)
+    try:
+        found = block_forwards(model, few)
+    except Exception:  # of the user's or torch's, on values without data: such a forward has no row of blocks
+        return None
+    if found is None:
+        return None
+    train, evaluation = found
+    rows = zip(train.units, train.begins, evaluation.begins, strict=True)
+    layers = tuple(Layer(unit.name, begin, later, unit.holds) for unit, begin, later in rows)
+    return _partition(model, inputs, train, evaluation, layers, {}, ())
+
+
+def _partition(
+    model: nn.Module,
+    inputs: Tree,
+    train: TracedForward,
+    evaluation: TracedForward,
+    layers: tuple[Layer, ...],
+    closed: Mapping[str, str],
+    opened: Collection[str],
+) -> Partition:
     draws = any(node.meta["draws"] for node in train.graph.nodes)
     draws_later = any(node.meta["draws"] for node in evaluation.graph.nodes)
     with evaluating(model.modules()):
@@ -223,7 +255,7 @@ def _traced_partition(
         model,
         train,
         evaluation,
-        tuple(_layers(model, train, evaluation)),
+        layers,
         dict(closed),
         draws,
         draws_later,
@@ -406,35 +438,6 @@ def _tensors_at(model: nn.Module, path: str) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else []
 
 
-@dataclass(frozen=True, slots=True)
-class StageSegment:
-    """Consecutive operations of a forward as a function of their own: one stage's work."""
-
-    takes: tuple[str, ...]
-    """Names of the values that it takes from the segment before."""
-
-    gives: tuple[str, ...]
-    """Names of the values that it gives to the next; empty for the last, which gives the model's output."""
-
-    inputs: tuple[int, ...]
-    """Numbers of the model's inputs that it reads itself."""
-
-    targets: tuple[str, ...]
-    """Paths of the modules, parameters and buffers that it uses."""
-
-    run: Callable[..., Any]
-    """Called with a SegmentModule, the inputs and the taken values."""
-
-    needs_grad: tuple[bool, ...]
-    """For each given tensor, in packing order: whether it needs a gradient."""
-
-    draws: bool
-    """Whether it draws random numbers."""
-
-    trains_beside: bool
-    """Whether some trained values in it do not depend on what it takes."""
-
-
 def live_at(traced: TracedForward, begin: int, free: set[fx.Node] | None = None) -> list[fx.Node]:
     """Values computed before a node and used at or after it."""
     free = free_nodes(traced) if free is None else free
@@ -449,6 +452,8 @@ def live_at(traced: TracedForward, begin: int, free: set[fx.Node] | None = None)
 
 def segments_of(traced: TracedForward, begins: Sequence[int], *, training: bool) -> list[StageSegment]:
     """Cut the forward before these nodes."""
+    if isinstance(traced, BlockForward):
+        return block_segments(traced, begins)
     nodes, free = list(traced.graph.nodes), free_nodes(traced)
     bounds = [0, *begins[1:], len(nodes)]
     lives = [[], *(live_at(traced, begin, free) for begin in begins[1:]), []]

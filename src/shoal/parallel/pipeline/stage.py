@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from shoal.collectives.sync_batchnorm import SyncedBatchNorm
 from shoal.data.slice import Slice
@@ -39,13 +38,12 @@ from shoal.parallel.pipeline.partition import (
     NUM_SAMPLES,
     Partition,
     SegmentModule,
-    StageSegment,
     sample,
     segments_of,
     spare_of,
 )
 from shoal.parallel.pipeline.plan import PipelineCut
-from shoal.parallel.pipeline.trace import unchanged
+from shoal.parallel.pipeline.trace import StageSegment, unchanged
 from shoal.parallel.protocol import TrainJob
 from shoal.parallel.tensor_parallel.dtensor_fixes import plain
 
@@ -55,6 +53,10 @@ try:
     HAS_SHAPES = True
 except ImportError:  # an older torch, whose stages infer shapes in another way
     HAS_SHAPES = False
+
+
+_MAX_NUMEL_RUN_BACK = 1 << 26
+"""Parameters up to which gradients of the whole model are compared before it is cut: they are as large as it is."""
 
 
 def refuse_old_torch() -> None:
@@ -288,9 +290,11 @@ def refuse_different_results(
             with unchanged(model):
                 wanted = job.loss.run(lambda: ModelCall(model)(few), few, NUM_SAMPLES, NUM_SAMPLES)
                 outputs.append(map_tensors(lambda tensor: tensor.new_empty(0), wanted))
+                gradients = _gradients(model, wanted)
             with unchanged(model):
                 in_turn = functools.partial(_run_in_turn, model, roles, given, traced.constants)
                 values = job.loss.run(in_turn, few, NUM_SAMPLES, NUM_SAMPLES)
+                gradients_in_turn = _gradients(model, values)
         pairs = zip(_there(wanted), _there(values), strict=True)
         for one, other in pairs:
             same = (
@@ -305,7 +309,36 @@ def refuse_different_results(
                     "writing into a value that another layer uses. Nothing was trained; cut it elsewhere with pipeline_cut=, "
                     "or use fsdp or tp."
                 )
+        _refuse_different_gradients(model, gradients, gradients_in_turn, cut.num_stages)
     return outputs
+
+
+def _gradients(model: nn.Module, output: Tree) -> dict[str, Tensor]:
+    """Gradients of a number that all outputs go into; none for a model too large to have them twice."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    given = [leaf for leaf in _there(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not given or not trained or sum(p.numel() for p in trained.values()) > _MAX_NUMEL_RUN_BACK:
+        return {}
+    total = sum((leaf.double().square().sum() for leaf in given), torch.zeros((), dtype=torch.float64))
+    found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+    dense = {name: each for name, each in zip(trained, found, strict=True) if each is not None}
+    return {name: each for name, each in dense.items() if each.layout is torch.strided}
+
+
+def _refuse_different_gradients(
+    model: nn.Module, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], num_stages: int
+) -> None:
+    """Outputs alike may have another past: what a forward detaches, or runs back in a way of its own, no output shows."""
+    for name in wanted.keys() | found.keys():
+        like = wanted[name] if name in wanted else found[name]
+        one, other = wanted.get(name, torch.zeros_like(like)), found.get(name, torch.zeros_like(like))
+        size = max(float(one.abs().max()), float(other.abs().max())) if like.numel() else 0.0
+        if size and not float((one - other).abs().max()) <= 1e-2 * size + 1e-6:
+            raise ConfigError(
+                f"the {type(model).__name__} has another gradient of '{name}' when its layers run in {num_stages} stages: its forward does "
+                "something with gradients that cannot be followed. Nothing was trained; take that into a module of its own, which "
+                "stays whole, or use fsdp or tp."
+            )
 
 
 def _there(tree: Tree) -> list[Any]:
@@ -319,8 +352,7 @@ def _run_in_turn(
     values: Any = ()
     for role in roles:
         held = SegmentModule(model, role.segment.targets, dict(constants))
-        taken = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), values)
-        values = role.segment.run(held, *(given[number] for number in role.segment.inputs), *taken)
+        values = role.segment.run(held, *(given[number] for number in role.segment.inputs), *values)
     return values
 
 

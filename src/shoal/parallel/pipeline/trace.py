@@ -78,6 +78,35 @@ class TracedForward:
         return [text for _, text in self.signature()]
 
 
+@dataclass(frozen=True, slots=True)
+class StageSegment:
+    """Consecutive operations of a forward as a function of their own: one stage's work."""
+
+    takes: tuple[str, ...]
+    """Names of the values that it takes from the segment before."""
+
+    gives: tuple[str, ...]
+    """Names of the values that it gives to the next; empty for the last, which gives the model's output."""
+
+    inputs: tuple[int, ...]
+    """Numbers of the model's inputs that it reads itself."""
+
+    targets: tuple[str, ...]
+    """Paths of the modules, parameters and buffers that it uses."""
+
+    run: Callable[..., Any]
+    """Called with a SegmentModule, the inputs and the taken values."""
+
+    needs_grad: tuple[bool, ...]
+    """For each given tensor, in packing order: whether it needs a gradient."""
+
+    draws: bool
+    """Whether it draws random numbers."""
+
+    trains_beside: bool
+    """Whether some trained values in it do not depend on what it takes."""
+
+
 def forget(traced: TracedForward) -> None:
     """Release the example values, and with them weights: nodes are in reference cycles, which are collected late."""
     for node in traced.graph.nodes:
@@ -309,6 +338,17 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says 
         return func(*args, **(kwargs or {}))
 
 
+@functools.cache  # one object for one class, so that two traces of it are alike
+def _applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` as an operation of a graph: recorded whole, or its own backward would be lost."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
+
+    apply.__name__ = apply.__qualname__ = f"apply_{function.__name__}"
+    return apply
+
+
 def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bool]) -> TracedForward:
     tracer, own_thread = _Tracer(inputs, is_open), threading.get_ident()
 
@@ -321,9 +361,17 @@ def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bo
 
         return make
 
+    applied = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]  # of a class method
+
+    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if tracer.is_concrete or threading.get_ident() != own_thread:
+            return applied(function, *args, **kwargs)
+        return tracer.create_proxy("call_function", _applying(function), args, kwargs)
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(unchanged(model))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
         for name in _FACTORIES:
             stack.enter_context(mock.patch.object(torch, name, recorded(getattr(torch, name))))
         stack.enter_context(_Factories(tracer))

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -89,6 +90,9 @@ def explain_unsupported(error: RuntimeError, model: nn.Module) -> ConfigError | 
         operation = "an operation in place"
     if operation is None:
         return None
+    in_update = explain_optimizer(error)
+    if in_update is not None:
+        return in_update
     names = {id(module): name for name, module in model.named_modules()}
     layer = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -97,6 +101,20 @@ def explain_unsupported(error: RuntimeError, model: nn.Module) -> ConfigError | 
         f"the layer '{layer or type(model).__name__}' uses {operation}, which torch cannot run on a tensor of which each "
         "rank holds a part. Nothing was trained; leave the layers around it whole with tensor_plan={'"
         f"{layer}*': 'replicated'}}, leave --sequence-parallel out if it was asked for, or use --strategy fsdp."
+    )
+
+
+def explain_optimizer(error: RuntimeError) -> ConfigError | None:
+    """The ConfigError for an update that DTensor does not support: Adafactor's and Rprop's, with torch 2.13."""
+    operation = unsupported_operation(error)
+    selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    optimizer = next((each for each in selves if isinstance(each, torch.optim.Optimizer)), None)
+    if operation is None or optimizer is None:
+        return None
+    return ConfigError(
+        f"the update of {type(optimizer).__name__} uses {operation}, which torch cannot run on a parameter of which each rank holds a "
+        "part. The step is not finished and nothing was saved of it; use another optimizer (AdamW, SGD), or a strategy that keeps "
+        "parameters whole: --strategy ddp or ps."
     )
 
 

@@ -23,10 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._ops.utils import replicate_op_strategy
 from torch.overrides import TorchFunctionMode
 
+from shoal.errors import ConfigError
 from shoal.parallel.state import local_part
+
+try:
+    from torch.distributed.tensor._ops.utils import replicate_op_strategy
+
+    HAS_RULES = True
+except ImportError:  # an older torch, without the rule that gathers
+    HAS_RULES = False
 
 _aten: Any = torch.ops.aten
 
@@ -53,6 +60,14 @@ _UNSUPPORTED = re.compile(
     r"|Sharding propagation failed for (?P<failed>[\w.]+)"
     r"|(?P<written>[\w.]+): in-place operations that require placement changes are not supported"
 )
+
+
+def refuse_old_torch() -> None:
+    if not HAS_RULES:
+        raise ConfigError(
+            f"tp corrects sharding rules of DTensor as torch 2.11 has them, and this is torch {torch.__version__}, where results would be "
+            "wrong. Nothing was trained; use --strategy ddp, fsdp or ps, or install torch 2.13."
+        )
 
 
 @functools.cache

@@ -67,6 +67,7 @@ from shoal.train.calls import (
     first_inputs,
     next_number,
     refuse_hooks,
+    refuse_lookups,
 )
 from shoal.train.custom import loop_shape
 from shoal.train.custom.progress import LoopProgress
@@ -394,6 +395,7 @@ class CustomLoop:
             extend_torch(_sum_gradients_of, _owners_of_gradients)
         fingerprint_at_end(model)
         refuse_hooks(self.job, model)
+        refuse_lookups(self.job, model)
         axes = strategies.parse(self.job.strategy).axes
         is_cut, in_stages = axes is not None, axes is not None and axes.pp != 1
         self.strategy.prepare(
