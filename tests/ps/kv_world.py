@@ -169,7 +169,7 @@ class Link:
         self.peer_number = self.world.connect(self, number)
 
     @classmethod
-    def connect(cls, path: str, hello: Hello, timeout_s: float, peer: str = "") -> Link:
+    def connect(cls, path: str, hello: Hello, timeout_s: float, peer: str = "", arena: object = None) -> Link:
         link = cls(int(path))
         link.wait(link.send(hello), timeout_s)
         return link

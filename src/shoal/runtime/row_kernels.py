@@ -230,7 +230,7 @@ def _pointer(typing_context: Any, address: Any, like: Any) -> Any:
     """The address of elements like those of an array, as a pointer to them."""
     from numba import types
 
-    kind = types.CPointer(like.dtype)
+    kind = types.CPointer(like.dtype)  # type: ignore[no-untyped-call]  # numba describes itself in part
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(kind))

@@ -457,6 +457,6 @@ def _stream_beside(device: torch.device) -> AbstractContextManager[Any]:
     """Copies out of a device go beside its kernels, once what is queued by now is done."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch types it in part
     stream.wait_stream(torch.cuda.current_stream(device))
     return torch.cuda.stream(stream)
