@@ -39,6 +39,19 @@ from typing import Any
 
 IS_LINUX = hasattr(os, "memfd_create")
 
+
+def missing_calls() -> str | None:
+    """Why no job can be launched here: a Python on Linux that was built without Linux's calls, whose fallbacks check less."""
+    if (
+        IS_LINUX or not sys.platform.startswith("linux") or hasattr(sys, "without_linux")
+    ):  # the last by tests/portable
+        return None
+    return (
+        f"this Python ({sys.executable}) was built for a Linux before 3.17 and lacks os.memfd_create, which processes of a job share "
+        "memory by. Nothing was started; use a Python built on glibc 2.27 or newer (that of the distribution, of pyenv, or a newer release of yours)."
+    )
+
+
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 MAX_SOCKET_PATH_BYTES = 107 if IS_LINUX else 103

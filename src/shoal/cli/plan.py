@@ -425,7 +425,7 @@ class _Planner:
             told = _dry_runs(self.runs, wanted)
             self.workload = replace(self.workload, dry_runs=dry_runs_of(told))
             self.runs.say(f"memory of {len(told)} ways to cut a step, by dry runs without peers")
-        except (ValueError, ClusterError) as error:
+        except (ValueError, ClusterError, ConfigError) as error:
             reason = str(error).strip().splitlines()[-1]
             self.runs.say(f"note: memory is by the shapes of layers: a step cannot be run dry: {reason}")
 
@@ -540,6 +540,8 @@ def _dry_runs(runs: ScriptRuns, wanted: Sequence[tuple[int, int]]) -> list[dict[
     from shoal.config.job import VerifyPlan
     from shoal.observe.runs import read_json
 
+    if runs.is_module:
+        raise ClusterError("the script is a module")
     errors = io.BytesIO()
     with temporary_job(script=runs.script, args=runs.args, workers=1, strategy="single", seed=0) as (
         config,

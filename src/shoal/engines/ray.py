@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import socket
 import threading
 import time
@@ -200,15 +201,23 @@ def connect(address: str) -> None:
     if ray.is_initialized():
         return
     asked = address or os.environ.get("RAY_ADDRESS", "")
-    asked = _running() if asked in ("", "auto") else asked
+    if asked in ("", "auto"):
+        is_wanted, asked = asked == "auto", _running()
+        if is_wanted and asked == "local":
+            raise ConfigError(
+                "no Ray that runs on this machine was found. Nothing was started; give its address (--on ray:HOST:6379; one started with "
+                "--temp-dir is found by its address alone), or start one with `ray start --head`."
+            )
     own: dict[str, Any] = {}
     try:
         if asked == "local":
             own = {"include_dashboard": False}
-            _OWN.set()
+            print("shoal: no Ray runs here; one is started for this job", file=sys.stderr, flush=True)
         else:
             reach(asked)
         ray.init(address=asked, logging_level=logging.ERROR, log_to_driver=False, **own)
+        if own:
+            _OWN.set()
     except Exception as error:  # Ray raises what it likes, of other versions too
         # All of it: of a Ray of another version the lines after the first say which.
         said = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__

@@ -142,7 +142,9 @@ class FitLoop:
             self._callbacks.call("on_fit_end", trainer)
             trainer.checkpoints.wait()
         except BaseException as error:
-            self._callbacks.failed(trainer, error)
+            # Tasks and trials of shoal's own end a fit by leaving with code 0: nothing failed.
+            if not isinstance(error, SystemExit) or error.code:
+                self._callbacks.failed(trainer, error)
             raise
         finally:
             trainer.checkpoints.abandon()

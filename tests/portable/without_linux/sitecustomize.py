@@ -38,6 +38,7 @@ PACKAGE = f"{os.sep}shoal{os.sep}"
 
 
 def remove() -> None:
+    sys.without_linux = True  # type: ignore[attr-defined]  # on purpose: `system.missing_calls` refuses it else
     for module, names in GONE.items():
         for name in names:
             if hasattr(module, name):

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from setproctitle import setproctitle
 
 import shoal
+from shoal import system
 from shoal.cluster.coordinator import journal_reader
 from shoal.cluster.hosts.hosts import Cluster, Hosts
 from shoal.cluster.launch.elastic import Elastic, Resize
@@ -104,6 +105,8 @@ def launch(
     `health` is told of every turn of the supervisor.
     """
     refuse_others()
+    if (problem := system.missing_calls()) is not None:
+        raise ConfigError(problem)
     cores = available_cores()
     described = _describe(config, cores)
     refuse_without_room(config, cores)

@@ -473,6 +473,8 @@ def faults(feed: RunFeed) -> list[Values]:
         kind, name = str(event.get("event")), _process_of(event)
         if kind in ("job-ended", "coordinator-started"):
             is_leaving = has_failed = False
+        elif kind in ("worker-started", "worker-replaced"):
+            has_failed = False  # all were started again
         elif kind == "asked-to-leave":
             is_leaving = True
         elif kind == "worker-failed":

@@ -163,12 +163,10 @@ class CallbackList:
             if trainer.job.num_workers == 1 or getattr(run, "__module__", "shoal.").startswith("shoal."):
                 run(trainer, *args)
                 continue
-            # Walking the model and reading all weights takes time: at every other step only what torch itself counts.
-            is_thorough = hook != "on_step_end" or trainer.step.bit_count() == 1
-            if is_thorough or self._tensors is None:
-                model = trainer.train_job.model
-                self._tensors = list(model.parameters()), list(model.buffers())
-            self._is_deep = callback.ranks == "zero" and is_thorough
+            # Reading all weights takes time: at every other step only what torch itself counts.
+            self._is_deep = callback.ranks == "zero" and (
+                hook != "on_step_end" or trainer.step.bit_count() == 1
+            )
             self._standing = self._look(trainer)
             run(trainer, *args)
             before, self._standing = self._standing, None
@@ -199,13 +197,12 @@ class CallbackList:
 
         With `_is_deep` what was written by way of `.data` too, of which torch keeps no count.
         """
-        assert self._tensors is not None
-        parameters, buffers = self._tensors
-        optimizer = trainer.strategy.optimizer
+        model, optimizer = trainer.train_job.model, trainer.strategy.optimizer
+        parameters = list(model.parameters())
         groups = optimizer.param_groups if optimizer is not None else []
         return [
             [[parameter._version for parameter in parameters], _norms(parameters) if self._is_deep else ()],
-            [buffer._version for buffer in buffers],
+            [buffer._version for buffer in model.buffers()],
             [parameter.requires_grad for parameter in parameters],
             [{key: str(value) for key, value in group.items() if key != "params"} for group in groups],
         ]
