@@ -12,8 +12,8 @@ import contextlib
 import json
 import logging
 import os
-import sys
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence

@@ -146,9 +146,6 @@ class CallbackList:
         self._here = [callback for callback in self._all if callback.ranks == "every" or rank == 0]
         self._standing: list[Any] | None = None
         self._is_deep = False
-        self._tensors: tuple[list[Tensor], list[Tensor]] | None = (
-            None  # parameters and buffers, as last walked
-        )
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._all)
