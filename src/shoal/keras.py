@@ -11,6 +11,7 @@ torch's of the same name. After fit the weights are in the Keras model again.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -212,13 +213,28 @@ class DistributedModel:
 
     def _take_weights(self, trainer: Trainer) -> None:
         """Whatever the strategy did with them, the Keras model has the trained weights: for save() and get_weights()."""
-        path = trainer.run_dir / "keras"
+        # One for each fit, the newest kept: a resumed job that passes over fits reads what they left.
+        number = len(trainer.progress.histories)
+        path = trainer.run_dir / f"keras-{number}"
         trainer.save(path)
+        if jobs.rank() == 0:
+            shutil.rmtree(trainer.run_dir / f"keras-{number - KEPT_FITS}", ignore_errors=True)
+        if trainer.progress.passed_results is not None and not path.is_dir():
+            print(
+                f"note: weights after fit {number} were not kept; those of the model are its first ones",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
         held = load_file(path / "model.safetensors")
         for each in self._model.variables:
             if each.path in held:
                 each.assign(held[each.path])
         self._remember()
+
+
+KEPT_FITS = 8
+"""Of so many fits the weights stay in the run directory."""
 
 
 def _loss(model: Any, module: KerasModule) -> Callable[[Any, Any], Tensor]:

@@ -248,4 +248,4 @@ def test_predictions_between_two_fits_that_were_not_kept_are_refused(
     assert _two_fits(launch_script, tmp_path, "cut", stop=4, kind="gathered").exit_code == 0
     resumed = _two_fits(launch_script, tmp_path, "cut", kind="gathered")
     assert resumed.exit_code != 0
-    assert "predict after fit 1 of the script was made before the checkpoint" in str(resumed.error)
+    assert "after fit 1 of the script, comes before the checkpoint" in str(resumed.error)

@@ -119,10 +119,10 @@ class TrainingProgress:
     histories: list[History] = field(default_factory=list)
     """One per fit of the script, the running one last."""
 
-    results: list[dict[str, Any] | None] = field(default_factory=list)
-    """One per evaluate and predict of the script; None where it is too large to keep."""
+    results: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
+    """Results of evaluate and predict(out=): how many fits there had been, the call with its data, and what it gave."""
 
-    passed_results: list[dict[str, Any] | None] | None = None
+    passed_results: list[tuple[int, str, dict[str, Any]]] | None = None
     """While fits are passed over, because the checkpoint is of a later one: results of the calls before it."""
 
     fit_first: tuple[int, int] = (0, 0)
@@ -141,6 +141,9 @@ class TrainingProgress:
     snapshot_steps: int | None = None
     """Steps between two snapshots, as an earlier fit found them worth their cost."""
 
+    def keep_result(self, call: str, result: dict[str, Any]) -> None:
+        self.results.append((len(self.histories), call, result))
+
     def passed_result(self, call: str) -> dict[str, Any] | None:
         """The result of a call that was made before the checkpoint a later fit goes on from; None: it is to be made now.
 
@@ -148,16 +151,20 @@ class TrainingProgress:
         """
         if self.passed_results is None:
             return None
-        at = len(self.results)
-        known = self.passed_results[at] if at < len(self.passed_results) else None
-        if known is None:
-            raise TrainingError(
-                f"{call} after fit {len(self.histories)} of the script was made before the checkpoint that this job goes on from, which is of "
-                "a later fit: the weights it was made with are gone, and its result was not kept. Nothing was trained or written; "
-                "what the checkpoint holds is safe. Leave the call out to go on, or call it after the last fit; predict(out=...) keeps its files."
-            )
-        self.results.append(known)
-        return dict(known)
+
+        def same(results: list[tuple[int, str, dict[str, Any]]]) -> list[tuple[int, str, dict[str, Any]]]:
+            return [each for each in results if each[:2] == (len(self.histories), call)]
+
+        # The same call may be made several times, of data that differ in what is not said of them.
+        left = same(self.passed_results)[len(same(self.results)) :]
+        if left:
+            self.results.append(left[0])
+            return dict(left[0][2])
+        raise TrainingError(
+            f"{call}, after fit {len(self.histories)} of the script, comes before the checkpoint that this job goes on from, which is of a "
+            "later fit: the weights it is made with are gone, and no result of it was kept. Nothing was trained or written; what the checkpoint "
+            "holds is safe. Leave the call out to go on, or call it after the last fit; predict(out=...) keeps its files."
+        )
 
     def begin_fit(self, start: FitStart) -> None:
         self.histories.append(start.history)
@@ -256,6 +263,7 @@ def restore(trainer: Trainer, given: dict[str, Any]) -> None:
     for callback, state in zip(trainer.callbacks, given["callbacks"], strict=True):
         callback.load_state(state)
     progress.histories[:] = [History(epochs) for epochs in given["histories"]]
-    progress.results[:], progress.passed_results = given["results"], given["passed_results"]
+    progress.results[:] = map(tuple, given["results"])
+    progress.passed_results = given["passed_results"]
     progress.num_skipped_steps = given["skipped_steps"]
     progress.newest_checkpoint = given["newest_checkpoint"]

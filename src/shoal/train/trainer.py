@@ -503,7 +503,8 @@ class Trainer:
         )
         if call.is_over:
             return dict(call.result)
-        if (passed := self.progress.passed_result("evaluate")) is not None:
+        made = f"evaluate of {described(batches)}"
+        if (passed := self.progress.passed_result(made)) is not None:
             return call.end(passed, kept=dict(passed))
         with drawn_here(self.job, wanted=self.config.shows_progress):
             measured = evaluate(
@@ -517,7 +518,7 @@ class Trainer:
                 num_batches=self.config.fast_dev_run or steps or 0,
                 loss=self.evaluation_loss,
             )
-        self.progress.results.append(dict(measured))
+        self.progress.keep_result(made, dict(measured))
         return call.end(measured, kept=dict(measured))
 
     def predict(
@@ -532,7 +533,8 @@ class Trainer:
         batches, call = self._begin_pass("predict", data, batch_size=batch_size)
         if call.is_over:
             return call.result
-        if (passed := self.progress.passed_result("predict")) is not None:
+        made = f"predict of {described(batches)}"
+        if (passed := self.progress.passed_result(made)) is not None:
             return call.end(passed)
         if out is not None and self.job.incarnation == 0:
             from shoal.train.prediction_files import refuse_written  # and with it pyarrow
@@ -550,7 +552,8 @@ class Trainer:
                 out=str(out) if out is not None else None,
                 is_writer=self.job.counts_samples,
             )
-        self.progress.results.append(dict(predicted) if out is not None else None)
+        if out is not None:
+            self.progress.keep_result(made, dict(predicted))
         return call.end(predicted)
 
     def summary(self) -> str:
@@ -574,12 +577,8 @@ class Trainer:
             return
         if self.progress.passed_results is None:
             saving.save_model(self, str(path))
-        elif self.rank == 0:
-            print(
-                f"note: save('{path}') was made before the checkpoint that this job goes on from; what it wrote is left as it is",
-                file=sys.stderr,
-                flush=True,
-            )
+        else:
+            self._note_passed(f"save('{path}')")
         call.end(None)
 
     def load(self, path: str | Path) -> None:
@@ -645,6 +644,10 @@ class Trainer:
 
         In the background, it is there when fit returns, or when the next one is saved; training goes on meanwhile.
         """
+        if self.progress.passed_results is not None:
+            newest = self.progress.newest_checkpoint or ""
+            self._note_passed(f"save_checkpoint({directory or ''!r})")
+            return newest
         with recorder.CHECKPOINT:
             path = saving.save_checkpoint(self, directory, background=background and self._fit is not None)
         if self._fit is not None and self._fit.ledger is not None:
@@ -859,6 +862,15 @@ class Trainer:
             restore(self, call.after)
         return call
 
+    def _note_passed(self, call: str) -> None:
+        """Say that a call writes nothing: the weights here are the first ones, and fits of the script are passed over."""
+        if self.rank == 0:
+            print(
+                f"note: {call} was made before the checkpoint that this job goes on from; what it wrote is left as it is",
+                file=sys.stderr,
+                flush=True,
+            )
+
     def _refuse_evaluation(self, what: str) -> None:
         if self.config.step["training_step"] is not None:
             raise ConfigError(
@@ -902,4 +914,6 @@ class Trainer:
         alone = self.job.incarnation > 0 and not (
             self.strategy.replay_log and self.strategy.replay_log.was_given_state
         )
-        return "auto" if asked is None and (self.job.resume or alone) else asked
+        # Fits before this one were passed over: the checkpoint is of it, or of a later one.
+        passing = self.progress.passed_results is not None
+        return "auto" if asked is None and (self.job.resume or alone or passing) else asked

@@ -33,7 +33,7 @@ def world(rank: int) -> World:
 @contextlib.contextmanager
 def name_taken_by(uid: int) -> Iterator[None]:
     """A process of this user listens where the first process of this one's launcher would."""
-    command = [sys.executable, "-c", STRANGER, worlds._meeting()[1:], str(uid)]
+    command = [sys.executable, "-c", STRANGER, worlds._meeting(), str(uid)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"listens\n"

@@ -62,6 +62,8 @@ FROM_SOURCE = {
     "ps_recovery": "kills under ps and ps:async: bits, samples lost or doubled, time to the next push, goodput",
     "ps_memory": "a server's memory over what it holds, and its growth",
     "ps_quality": "AUC of the relaxed modes against ps at equal samples",
+    "device_cache": "rows of a table on a GPU worker's device, against all of it there and all of it on servers",
+    "migration": "lines changed and time to a first model for each migration page",
     "data_dynamic": "an epoch with a slow worker: dynamic, equal and measured shares against the ideal",
     "scaling": "samples/s and CPU time of a step over numbers of workers and servers",
     "ps_tables": "rows on disk past a memory limit, and compressed pushes and pulls, against neither",

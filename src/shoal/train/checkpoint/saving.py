@@ -243,10 +243,14 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> FitSt
     report, damaged = _report_damage(trainer.rank), None
     for found in _newest(trainer):
         try:
-            return _go_on(trainer, batches, found, is_named=False)
+            start = _go_on(trainer, batches, found, is_named=False)
         except CheckpointDamaged as damage:
             damaged = damage
             report(damage)
+            continue
+        if start is None and damaged is not None:
+            break  # the one before it is of an earlier fit, and what came after that is damaged
+        return start
     if damaged is not None:
         raise damaged  # the trainer may hold a part of it: it cannot begin anew
     return None
@@ -269,13 +273,13 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
     if not is_named and number < saved_number:
         finished = History(saved["histories"][number])
         progress.histories.append(finished)
-        progress.passed_results = saved.get("results", [])
+        progress.passed_results = [*map(tuple, saved.get("results", ()))]
         return FitStart(history=finished, first=(0, 0), began_s=0.0, began_samples=0, is_finished=True)
     if not is_named and number > saved_number:
         return None  # this fit began after the checkpoint was written: it goes on from the one before it
     _check_data(batches, saved, found.path)
     progress.passed_results = None
-    progress.results[:] = saved.get("results", [])
+    progress.results[:] = map(tuple, saved.get("results", ()))
     batches.import_streams(saved.get("streams", ()))
     _load(trainer, found, with_optimizer=True)
     for name, value in saved["position"].items():
@@ -412,7 +416,7 @@ class _Progress(msgspec.Struct, kw_only=True):
     position: Position
     fit: _Fit
     histories: list[list[dict[str, float]]]
-    results: list[dict[str, Any] | None] = []
+    results: list[tuple[Size, str, dict[str, Any]]] = []
     skipped_steps: Size
     optimizer: _Optimizer
     scheduler: _Scheduler | None
