@@ -19,10 +19,12 @@ Launch = Callable[..., Launched]
 _without: dict[str, dict[str, Any]] = {}
 
 
-def ended(launch: Launch, out: Path, variant: str, **options: Any) -> tuple[Launched, dict[str, Any]]:
+def ended(
+    launch: Launch, out: Path, variant: str, *, script: Path = SCRIPTS / "everything.py", **options: Any
+) -> tuple[Launched, dict[str, Any]]:
     out.mkdir()
     done = launch(
-        SCRIPTS / "everything.py", workers=1, strategy="ps", args=(str(out), variant), quiet=True,
+        script, workers=1, strategy="ps", args=(str(out), variant), quiet=True,
         **{"servers": 1, "step_timeout_s": 30.0, **options},
     )  # fmt: skip
     assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
@@ -85,6 +87,23 @@ def test_ends_with_the_bits_of_ps_whoever_dies(
     assert done.summary["restarts"] == len(faults.planned)
     assert done.summary.get("went_back", 0) == 0
     assert found == _without[variant]
+
+
+@pytest.mark.parametrize("options", [{}, {"row_cache": 50, "snapshot_every": 3}], ids=["ps", "cached"])
+def test_a_replacement_whose_script_reads_the_model_first_finds_what_was_trained(
+    launch_script: Launch, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    reading = tmp_path / "reading.py"
+    text = (SCRIPTS / "everything.py").read_text()
+    reading.write_text(text.replace("history = trainer.fit", "trainer.model\nhistory = trainer.fit", 1))
+    if "sparse" not in _without:
+        _, _without["sparse"] = ended(launch_script, tmp_path / "without", "sparse")
+    done, found = ended(
+        launch_script, tmp_path / "with", "sparse", script=reading,
+        faults=Faults().kill("worker-0", at_step=8, at="worker: committed"), **options,
+    )  # fmt: skip
+    assert done.summary["restarts"] == 1
+    assert found == _without["sparse"]
 
 
 def pieces(folder: Path) -> dict[str, torch.Tensor]:

@@ -160,6 +160,8 @@ class PsCached(Single):
                 "embeddings are rows it learns from a batch before the first forward: a loop of the script's own shows it none. Nothing was "
                 "trained; use shoal.Trainer, or leave --row-cache out."
             )
+        # A script may read its model before its first call: the state of a replacement must be there to be claimed.
+        self._session._ensure_joined()
         super().prepare(job)
         self._session.hold(job.number, self)
 
