@@ -55,6 +55,15 @@ def test_rows_are_set_with_their_state_in_pieces_and_the_updates_they_are_after(
         assert reply.message.step == 17
 
 
+def test_pieces_that_are_sent_again_on_a_living_connection_count_once() -> None:
+    bench = bench_of(ONE)
+    for _ in range(2):  # another server was lost in between, without a new view
+        push_whole(bench, 1, [-2, 5], 3.0)
+        push_whole(bench, 1, [8], 4.0)
+    assert messages(bench.end(0, 1, num_pushes=2, whole_after=17)) == [Committed(1, 1, 1)]
+    assert whole_rows(bench, [-2, 5, 8]) == [[3.0] * 4, [3.0] * 4, [4.0] * 4]
+
+
 def test_of_two_recovery_points_that_do_not_count_yet_the_newer_counts() -> None:
     bench = bench_of(TWO_PHASE)
     push_whole(bench, 1, [1], 3.0)
