@@ -106,6 +106,34 @@ def test_a_replacement_whose_script_reads_the_model_first_finds_what_was_trained
     assert found == _without["sparse"]
 
 
+LARGE_NOTE = """
+import json, sys, torch, shoal
+from torch import nn
+
+torch.manual_seed(0)
+# 75 MiB of weights and optimizer state besides the rows: more than a request may have in the socket.
+model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 1_100_000), nn.AdaptiveAvgPool1d(1))
+data = shoal.Dataset.from_arrays((torch.arange(48).reshape(24, 2), torch.ones(24, 1)))
+optimizer = lambda params: torch.optim.Adagrad(params, lr=0.1)
+shoal.Trainer(model, loss=nn.MSELoss(), optimizer=optimizer, seed=0).fit(data.batch(4), epochs=1)
+sums = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
+open(sys.argv[1] + "/0.json", "w").write(json.dumps(sums))
+"""
+
+
+def test_a_recovery_point_with_much_besides_its_rows(launch_script: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "large_note.py"
+    script.write_text(LARGE_NOTE)
+    found = []
+    for name, faults in (("undisturbed", Faults()), ("killed", Faults().kill("worker-0", at_step=4))):
+        done, sums = ended(
+            launch_script, tmp_path / name, "", script=script, row_cache=50, snapshot_every=2, faults=faults
+        )
+        assert done.summary["restarts"] == len(faults.planned)
+        found.append(sums)
+    assert found[0] == found[1]
+
+
 def pieces(folder: Path) -> dict[str, torch.Tensor]:
     saved = open_checkpoint(max(folder.glob("step-*"))).pieces
     return {name: saved[name] for name in saved}

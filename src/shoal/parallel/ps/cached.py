@@ -55,6 +55,7 @@ from shoal.recovery.state_transfer import Part
 from shoal.runtime import memory, recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.arena import ArenaConfig
+from shoal.runtime.transport.envelope import REPLY_BYTES
 
 MIN_INTERVAL_S = 2.0
 """Between two recovery points, where --snapshot-every does not say. A death repeats about as many seconds of steps."""
@@ -68,6 +69,9 @@ what is free of either when the worker starts."""
 
 PIECE_BYTES = 64 << 20
 """Of rows that are pushed at a time: buffers of one size are used again."""
+
+NOTE_BYTES = REPLY_BYTES - (1 << 20)
+"""Of a recovery point besides its rows: a replacement is sent it as one answer."""
 
 
 def for_job(job: Job) -> Ps | PsCached:
@@ -239,6 +243,12 @@ class PsCached(Single):
         # Copies on the device: the steps that follow change the rows.
         changed = [(module.spec.number, *module.take_changed()) for module in tables.modules]
         note = session.note(updates=seq)
+        if len(note) > NOTE_BYTES:
+            raise ConfigError(
+                f"--row-cache {self._launched.row_cache} keeps all but the rows with the worker alone, and a recovery point has all of it in "
+                f"one message: {len(note):,} bytes, where {NOTE_BYTES:,} are allowed. The servers hold what they held before; leave "
+                "--row-cache out, and they hold the rest too."
+            )
         self._is_ahead, self._num_steps = False, 0
         self._wrote_at = began_at = time.monotonic()
         stream = _stream_beside(device)
