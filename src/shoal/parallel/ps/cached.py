@@ -67,6 +67,10 @@ LEAST_CHANGED_BYTES, SHARE_OF_MEMORY = 256 << 20, 8
 """Rows that changed are copied on the device and in memory shared with the servers until these have them: at most an eighth of
 what is free of either when the worker starts."""
 
+MOST_CHANGED_BYTES, MOST_REPLICATED_BYTES = 3 << 30, 512 << 20
+"""And no more than the transport takes: a server maps 8 GiB of one client, and a point that is sent again lies there twice. A replica
+is sent all of a point as one message, of 1 GiB between hosts."""
+
 PIECE_BYTES = 64 << 20
 """Of rows that are pushed at a time: buffers of one size are used again."""
 
@@ -151,7 +155,8 @@ class PsCached(Single):
         # While a forward may write into them, and rows back to the servers.
         self._buffers_before: dict[str, torch.Tensor] = {}
         self._most_bytes = _room_for_changes(job)
-        self._session.group.arena = ArenaConfig(limit_bytes=max(4 << 30, 2 * self._most_bytes))
+        self._most_note_bytes = NOTE_BYTES - (MOST_REPLICATED_BYTES if job.num_replicas > 1 else 0)
+        self._session.group.arena = ArenaConfig(limit_bytes=max(4 << 30, 2 * self._most_bytes + REPLY_BYTES))
         self._writing: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._wrote_at: float | None = None
@@ -243,10 +248,10 @@ class PsCached(Single):
         # Copies on the device: the steps that follow change the rows.
         changed = [(module.spec.number, *module.take_changed()) for module in tables.modules]
         note = session.note(updates=seq)
-        if len(note) > NOTE_BYTES:
+        if len(note) > self._most_note_bytes:
             raise ConfigError(
                 f"--row-cache {self._launched.row_cache} keeps all but the rows with the worker alone, and a recovery point has all of it in "
-                f"one message: {len(note):,} bytes, where {NOTE_BYTES:,} are allowed. The servers hold what they held before; leave "
+                f"one message: {len(note):,} bytes, where {self._most_note_bytes:,} are allowed. The servers hold what they held before; leave "
                 "--row-cache out, and they hold the rest too."
             )
         self._is_ahead, self._num_steps = False, 0
@@ -457,7 +462,8 @@ def _room_for_changes(job: Job) -> int:
     device = torch.device(placement.of_job(job).devices[job.rank])
     if device.type == "cuda":
         free.append(torch.cuda.mem_get_info(device)[0])
-    return max(LEAST_CHANGED_BYTES, min(free) // SHARE_OF_MEMORY)
+    most = MOST_REPLICATED_BYTES if job.num_replicas > 1 else MOST_CHANGED_BYTES
+    return min(most, max(LEAST_CHANGED_BYTES, min(free) // SHARE_OF_MEMORY))
 
 
 def _result(plain: dict[str, Any]) -> StepResult:

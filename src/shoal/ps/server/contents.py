@@ -384,7 +384,7 @@ def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Upda
     whole = []
     for number, keys, values in update.whole:
         inside = slots[slot_of(number, keys)]
-        whole.append((number, keys[inside], values[inside]))
+        whole.append((number, keys, values) if inside.all() else (number, keys[inside], values[inside]))
     return replace(update, slots=update.slots & slots, rows=rows, dense=dense, whole=whole)
 
 
