@@ -243,7 +243,7 @@ class PsCached(Single):
             return
         session, tables, device = self._session, self._tables, torch.device(self._job.device)
         session.have_two_phases()
-        seq, num_updates = session.updates + 1, max(1, tables.num_updates)
+        seq, num_updates = session.updates + 1, tables.num_updates
         step = PushStep(session.group, stream=0, seq=seq, decide=lambda vector, norm: Decision(1.0, True))
         # Copies on the device: the steps that follow change the rows.
         changed = [(module.spec.number, *module.take_changed()) for module in tables.modules]
@@ -379,10 +379,11 @@ class PsCached(Single):
             return
         self.settle()
         model, keeps_state = self._tables.model, pieces.optimizer_settings is None
-        for module in self._tables.modules:
-            if not keeps_state:
-                step = saved_state(module.taken.name, module.spec, pieces)[1]
-                self._tables.num_updates = step or self._tables.num_updates
+        if not keeps_state:
+            steps = [
+                saved_state(module.taken.name, module.spec, pieces)[1] for module in self._tables.modules
+            ]
+            self._tables.num_updates = max(steps, default=self._tables.num_updates)
         if keeps_state and self._is_ahead:
             self.write_back()  # the state that is kept is that on the servers
             self.settle()

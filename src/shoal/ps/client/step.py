@@ -423,7 +423,7 @@ class PushStep:
 
     @property
     def _is_whole(self) -> bool:
-        return self._end is not None and self._end.whole_after > 0
+        return self._end is not None and self._end.whole_after is not None
 
     def release(self) -> None:
         for link, buffer in self._held:
