@@ -106,6 +106,28 @@ def test_a_replacement_whose_script_reads_the_model_first_finds_what_was_trained
     assert found == _without["sparse"]
 
 
+@pytest.mark.parametrize("row_cache", [50, 30])
+def test_a_load_between_fits_is_in_what_a_replacement_finds(
+    launch_script: Launch, tmp_path: Path, row_cache: int
+) -> None:
+    """Whole at the worker and in part: weights of the first fit, optimizer state of the second."""
+    loading = tmp_path / "loading.py"
+    text = (SCRIPTS / "everything.py").read_text()
+    begin, end = "evaluated = trainer.evaluate", "predicted = trainer.predict"
+    loading.write_text(
+        text.replace(begin, f"trainer.save(out / 'model')\n{begin}").replace(
+            end, f"trainer.load(out / 'model')\ntrainer.fit(train.batch(20), max_steps=4)\n{end}"
+        )
+    )
+    _, expected = ended(launch_script, tmp_path / "without", "sparse", script=loading)
+    done, found = ended(
+        launch_script, tmp_path / "with", "sparse", script=loading, row_cache=row_cache, snapshot_every=2,
+        faults=Faults().kill("worker-0", at_step=17).kill("worker-0", at_step=19, incarnation=1),
+    )  # fmt: skip
+    assert done.summary["restarts"] == 2
+    assert found == expected
+
+
 LARGE_NOTE = """
 import json, sys, torch, shoal
 from torch import nn

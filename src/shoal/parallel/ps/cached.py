@@ -179,10 +179,7 @@ class PsCached(Single):
     def forward_backward(self, batch: Slice) -> LossSum:
         if self._given:  # committed before this process came to be
             return LossSum(torch.zeros(()), 0.0, None)
-        for other in self._session.holders:
-            if isinstance(other, PsCached) and other is not self:
-                other.write_back()  # a note has the state of all models, so no two may be ahead of the servers
-                other.settle()
+        self._have_others_written()
         self._lay_out(batch)
         assert self._tables is not None
         for module in self._tables.modules:
@@ -283,7 +280,25 @@ class PsCached(Single):
         self._writing.start()
 
     def settle(self) -> int:
-        """Wait until the servers have what was written back; their clock. Before anything else is asked of them."""
+        """Wait until the servers have what was written back; their clock. Before anything else is asked of them.
+
+        By any model of the script: they share the servers' clock, and two writes at a time would take the same number.
+        """
+        for each in (self, *self._models()):
+            each._join_write()
+        return self._session.updates
+
+    def _models(self) -> list[PsCached]:
+        return [holder for holder in self._session.holders if isinstance(holder, PsCached)]
+
+    def _have_others_written(self) -> None:
+        """A note has the state of all models, so no two may be ahead of the servers."""
+        for other in self._models():
+            if other is not self:
+                other.write_back()
+                other.settle()
+
+    def _join_write(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             with recorder.WAIT:
@@ -291,7 +306,6 @@ class PsCached(Single):
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
-        return self._session.updates
 
     # ---- preparing ------------------------------------------------------------------------------
 
@@ -373,24 +387,35 @@ class PsCached(Single):
         self._tables.model.pull_weights(clock)
 
     def load(self, pieces: PieceReader) -> None:
-        super().load(pieces)
-        if self._tables is None:
+        tables = self._tables
+        if tables is None:
+            super().load(pieces)
             self._saved = pieces
             return
+        # A point of what was, before any of it is overwritten: a replacement that begins there loads once more. Not one that is on
+        # its way to such a point: it has nothing newer to write.
+        self._have_others_written()
+        self._is_ahead |= not self._given and self._session.pending_anchor() is None
+        self.write_back()
         self.settle()
-        model, keeps_state = self._tables.model, pieces.optimizer_settings is None
+        super().load(pieces)
+        keeps_state = pieces.optimizer_settings is None
+        saved = {module: saved_state(module.taken.name, module.spec, pieces) for module in tables.modules}
         if not keeps_state:
-            steps = [
-                saved_state(module.taken.name, module.spec, pieces)[1] for module in self._tables.modules
-            ]
-            self._tables.num_updates = max(steps, default=self._tables.num_updates)
-        if keeps_state and self._is_ahead:
-            self.write_back()  # the state that is kept is that on the servers
-            self.settle()
-        model.write(pieces, keeps_state=keeps_state)
-        for module in self._tables.modules:
-            module.drop_changes()
-            module.read_from_servers()
+            tables.num_updates = max((step for _, step, _ in saved.values()), default=tables.num_updates)
+        # What is here whole goes with the next point, where one takes that much.
+        whole = [module for module in tables.modules if module.is_resident]
+        if sum(module.rows.row_bytes * len(module.rows.values) for module in whole) > self._most_bytes:
+            whole = []
+        tables.model.write(pieces, keeps_state=keeps_state, but=whole)
+        for module in tables.modules:
+            if module in whole:
+                if not keeps_state:
+                    module.rows.set_state(saved[module][0])
+                module.rows.change_all()
+            else:
+                module.drop_changes()
+                module.read_from_servers()
         self._is_ahead, self._wrote_at = True, None  # of the note there: the next anchor is a recovery point
 
     def pull_weights(self) -> None:
@@ -448,6 +473,7 @@ class PsCached(Single):
         if plain["layout"] is None:
             load_local(model, PieceReader(pieces, plain["optimizer"]))
             return
+        self._session.have_two_phases()  # servers may have come since the job began
         if self._session.mode.two_phase:
             # The worker that wrote it back may have died before it had told every server that it counts.
             self._session.commit_again(Decision(1.0, True))
