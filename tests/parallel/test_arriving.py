@@ -90,6 +90,29 @@ def test_a_view_from_before_is_waited_for_too_and_a_look_at_a_shape_is_not() -> 
         assert arrival.came == [0]
 
 
+def test_a_weight_of_several_waves_is_not_waited_for_before_it_is_used() -> None:
+    weight, came, weights = nn.Parameter(torch.zeros(4)), list[int](), ArrivingWeights()
+    with weights.watched():
+        weights.follow([lambda: came.append(0), lambda: came.append(1)], [[weight], [weight]])
+        assert came == []
+        weight.sum()
+        assert came == [0, 1]
+
+
+def test_a_wrapper_whose_storage_cannot_be_read_waits_for_all() -> None:
+    arrival, came = Arrival(Tied()), list[int]()
+
+    def use(wrapped: Tensor) -> Tensor:
+        arrival.follow()
+        total = wrapped.sum()
+        came.extend(arrival.came)
+        return total
+
+    with arrival.weights.watched():
+        torch.func.vmap(use)(arrival.parameters[4].detach())
+    assert came == [0, 1, 2, 3, 4, 5]
+
+
 def test_nothing_is_left_to_come_outside_of_the_block_also_after_an_error() -> None:
     arrival = Arrival(Tied())
 

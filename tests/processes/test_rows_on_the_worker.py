@@ -19,10 +19,12 @@ Launch = Callable[..., Launched]
 _without: dict[str, dict[str, Any]] = {}
 
 
-def ended(launch: Launch, out: Path, variant: str, **options: Any) -> tuple[Launched, dict[str, Any]]:
+def ended(
+    launch: Launch, out: Path, variant: str, *, script: Path = SCRIPTS / "everything.py", **options: Any
+) -> tuple[Launched, dict[str, Any]]:
     out.mkdir()
     done = launch(
-        SCRIPTS / "everything.py", workers=1, strategy="ps", args=(str(out), variant), quiet=True,
+        script, workers=1, strategy="ps", args=(str(out), variant), quiet=True,
         **{"servers": 1, "step_timeout_s": 30.0, **options},
     )  # fmt: skip
     assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
@@ -85,6 +87,73 @@ def test_ends_with_the_bits_of_ps_whoever_dies(
     assert done.summary["restarts"] == len(faults.planned)
     assert done.summary.get("went_back", 0) == 0
     assert found == _without[variant]
+
+
+@pytest.mark.parametrize("options", [{}, {"row_cache": 50, "snapshot_every": 3}], ids=["ps", "cached"])
+def test_a_replacement_whose_script_reads_the_model_first_finds_what_was_trained(
+    launch_script: Launch, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    reading = tmp_path / "reading.py"
+    text = (SCRIPTS / "everything.py").read_text()
+    reading.write_text(text.replace("history = trainer.fit", "trainer.model\nhistory = trainer.fit", 1))
+    if "sparse" not in _without:
+        _, _without["sparse"] = ended(launch_script, tmp_path / "without", "sparse")
+    done, found = ended(
+        launch_script, tmp_path / "with", "sparse", script=reading,
+        faults=Faults().kill("worker-0", at_step=8, at="worker: committed"), **options,
+    )  # fmt: skip
+    assert done.summary["restarts"] == 1
+    assert found == _without["sparse"]
+
+
+@pytest.mark.parametrize("row_cache", [50, 30])
+def test_a_load_between_fits_is_in_what_a_replacement_finds(
+    launch_script: Launch, tmp_path: Path, row_cache: int
+) -> None:
+    """Whole at the worker and in part: weights of the first fit, optimizer state of the second."""
+    loading = tmp_path / "loading.py"
+    text = (SCRIPTS / "everything.py").read_text()
+    begin, end = "evaluated = trainer.evaluate", "predicted = trainer.predict"
+    loading.write_text(
+        text.replace(begin, f"trainer.save(out / 'model')\n{begin}").replace(
+            end, f"trainer.load(out / 'model')\ntrainer.fit(train.batch(20), max_steps=4)\n{end}"
+        )
+    )
+    _, expected = ended(launch_script, tmp_path / "without", "sparse", script=loading)
+    done, found = ended(
+        launch_script, tmp_path / "with", "sparse", script=loading, row_cache=row_cache, snapshot_every=2,
+        faults=Faults().kill("worker-0", at_step=17).kill("worker-0", at_step=19, incarnation=1),
+    )  # fmt: skip
+    assert done.summary["restarts"] == 2
+    assert found == expected
+
+
+LARGE_NOTE = """
+import json, sys, torch, shoal
+from torch import nn
+
+torch.manual_seed(0)
+# 75 MiB of weights and optimizer state besides the rows: more than a request may have in the socket.
+model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 1_100_000), nn.AdaptiveAvgPool1d(1))
+data = shoal.Dataset.from_arrays((torch.arange(48).reshape(24, 2), torch.ones(24, 1)))
+optimizer = lambda params: torch.optim.Adagrad(params, lr=0.1)
+shoal.Trainer(model, loss=nn.MSELoss(), optimizer=optimizer, seed=0).fit(data.batch(4), epochs=1)
+sums = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
+open(sys.argv[1] + "/0.json", "w").write(json.dumps(sums))
+"""
+
+
+def test_a_recovery_point_with_much_besides_its_rows(launch_script: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "large_note.py"
+    script.write_text(LARGE_NOTE)
+    found = []
+    for name, faults in (("undisturbed", Faults()), ("killed", Faults().kill("worker-0", at_step=4))):
+        done, sums = ended(
+            launch_script, tmp_path / name, "", script=script, row_cache=50, snapshot_every=2, faults=faults
+        )
+        assert done.summary["restarts"] == len(faults.planned)
+        found.append(sums)
+    assert found[0] == found[1]
 
 
 def pieces(folder: Path) -> dict[str, torch.Tensor]:

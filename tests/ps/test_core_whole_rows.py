@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from serverbench import Bench, messages, refusal
 
 from shoal.ps.server.actions import Reply
@@ -42,17 +43,27 @@ def whole_rows(bench: Bench, keys: list[int], *, peer: int = 1) -> list[list[flo
     return out.tolist()
 
 
-def test_rows_are_set_with_their_state_in_pieces_and_the_updates_they_are_after() -> None:
+@pytest.mark.parametrize("after", [0, 17])
+def test_rows_are_set_with_their_state_in_pieces_and_the_updates_they_are_after(after: int) -> None:
     bench = bench_of(ONE)
     push_whole(bench, 1, [1, 5], 3.0)
     push_whole(bench, 1, [8], 4.0)
     assert whole_rows(bench, [1]) == [[0.0, 0.0, 0.5, 0.5]]  # nobody wrote it yet
-    assert messages(bench.end(0, 1, num_pushes=2, whole_after=17)) == [Committed(1, 1, 1)]
+    assert messages(bench.end(0, 1, num_pushes=2, whole_after=after)) == [Committed(1, 1, 1)]
     assert whole_rows(bench, [1, 5, 8, 9]) == [[3.0] * 4, [3.0] * 4, [4.0] * 4, [0.0, 0.0, 0.5, 0.5]]
     for slot in range(256):
         (reply,) = [each for each in bench.ask(1, ReadRows(1, 0, slot)) if isinstance(each, Reply)]
         assert isinstance(reply.message, RowsRead)
-        assert reply.message.step == 17
+        assert reply.message.step == after
+
+
+def test_pieces_that_are_sent_again_on_a_living_connection_count_once() -> None:
+    bench = bench_of(ONE)
+    for _ in range(2):  # another server was lost in between, without a new view
+        push_whole(bench, 1, [-2, 5], 3.0)
+        push_whole(bench, 1, [8], 4.0)
+    assert messages(bench.end(0, 1, num_pushes=2, whole_after=17)) == [Committed(1, 1, 1)]
+    assert whole_rows(bench, [-2, 5, 8]) == [[3.0] * 4, [3.0] * 4, [4.0] * 4]
 
 
 def test_of_two_recovery_points_that_do_not_count_yet_the_newer_counts() -> None:

@@ -7,9 +7,11 @@ found by place; whoever holds the table knows which key is where.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.embedding.kernels import sum_back, unique
@@ -61,8 +63,8 @@ class DeviceRows:
         """`values` is kept, and changed in place: a row per place."""
         self.values, self._rule = values, rule_named(rule)
         self._update = ON_DEVICE[rule]
-        first = self._rule.complete(settings)[self._rule.first_state] if self._rule.first_state else 0.0
-        self.state = values.new_full((len(values), self._rule.state_dim(values.shape[1])), first)
+        self._first = self._rule.complete(settings)[self._rule.first_state] if self._rule.first_state else 0.0
+        self.state = values.new_full((len(values), self._rule.state_dim(values.shape[1])), self._first)
         self.is_changed = torch.zeros(len(values), dtype=torch.bool, device=values.device)
         self.num_changes = 0  # since `take_changed`; a row may be counted several times
 
@@ -101,6 +103,18 @@ class DeviceRows:
         dim, rows = self.values.shape[1], rows.to(self.values.device)
         self.values.index_copy_(0, places, rows[:, :dim])
         self.state.index_copy_(0, places, rows[:, dim:])
+
+    def set_state(self, state: NDArray[Any] | None) -> None:
+        """Of all rows; None: as it is before the first update."""
+        if state is None:
+            self.state.fill_(self._first)
+        else:
+            self.state.copy_(torch.from_numpy(state))
+
+    def change_all(self) -> None:
+        """Every row counts as changed."""
+        self.is_changed.fill_(True)
+        self.num_changes = len(self.values)
 
     def move(self, holes: Tensor, moved: Tensor) -> None:
         """Rows at `moved` are at `holes` from now on."""

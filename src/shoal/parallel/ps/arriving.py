@@ -69,7 +69,7 @@ class ArrivingWeights(TorchFunctionMode):
         self.is_watched = False
         self._waves: list[Callable[[], None]] = []
         self._next = 0
-        self._last_wave: dict[int, int] = {}  # by the storage of a parameter
+        self._last_wave: dict[int | None, int] = {}  # by the storage of a parameter
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -89,10 +89,11 @@ class ArrivingWeights(TorchFunctionMode):
         self, waves: Sequence[Callable[[], None]], parameters: Sequence[Iterable[nn.Parameter]]
     ) -> None:
         """Have each of `waves` called before the first use of one of its parameters, and after those before it."""
-        self._waves, self._next, self._last_wave = list(waves), 0, {}
-        for number, of_wave in enumerate(parameters):
-            for parameter in of_wave:
-                self._last_wave[_storage(parameter)] = number
+        # Read before anything is to be waited for: this is a use of the parameters too.
+        last_wave = {
+            _storage(parameter): number for number, of_wave in enumerate(parameters) for parameter in of_wave
+        }
+        self._waves, self._next, self._last_wave = list(waves), 0, last_wave
         if not self.is_watched:
             self.settle()
 
@@ -113,7 +114,9 @@ class ArrivingWeights(TorchFunctionMode):
     def _wait_for(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor):
-                self._wait_up_to(self._last_wave.get(_storage(value), -1))
+                storage = _storage(value)
+                last = len(self._waves) - 1 if storage is None else self._last_wave.get(storage, -1)
+                self._wait_up_to(last)
             elif isinstance(value, (list, tuple)):
                 self._wait_for(value)
             elif isinstance(value, dict):
@@ -127,11 +130,9 @@ class ArrivingWeights(TorchFunctionMode):
             wave()
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage(tensor: Tensor) -> int | None:
+    """None where it cannot be read: of a sparse tensor, or a wrapper, as torch.func's, that may be around any weight."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ):  # a sparse one, or a wrapper without memory: it is nobody's weight
-        return 0
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -55,6 +55,7 @@ from shoal.recovery.state_transfer import Part
 from shoal.runtime import memory, recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.arena import ArenaConfig
+from shoal.runtime.transport.envelope import REPLY_BYTES
 
 MIN_INTERVAL_S = 2.0
 """Between two recovery points, where --snapshot-every does not say. A death repeats about as many seconds of steps."""
@@ -66,8 +67,15 @@ LEAST_CHANGED_BYTES, SHARE_OF_MEMORY = 256 << 20, 8
 """Rows that changed are copied on the device and in memory shared with the servers until these have them: at most an eighth of
 what is free of either when the worker starts."""
 
+MOST_CHANGED_BYTES, MOST_REPLICATED_BYTES = 3 << 30, 512 << 20
+"""And no more than the transport takes: a server maps 8 GiB of one client, and a point that is sent again lies there twice. A replica
+is sent all of a point as one message, of 1 GiB between hosts."""
+
 PIECE_BYTES = 64 << 20
 """Of rows that are pushed at a time: buffers of one size are used again."""
+
+NOTE_BYTES = REPLY_BYTES - (1 << 20)
+"""Of a recovery point besides its rows: a replacement is sent it as one answer."""
 
 
 def for_job(job: Job) -> Ps | PsCached:
@@ -147,7 +155,8 @@ class PsCached(Single):
         # While a forward may write into them, and rows back to the servers.
         self._buffers_before: dict[str, torch.Tensor] = {}
         self._most_bytes = _room_for_changes(job)
-        self._session.group.arena = ArenaConfig(limit_bytes=max(4 << 30, 2 * self._most_bytes))
+        self._most_note_bytes = NOTE_BYTES - (MOST_REPLICATED_BYTES if job.num_replicas > 1 else 0)
+        self._session.group.arena = ArenaConfig(limit_bytes=max(4 << 30, 2 * self._most_bytes + REPLY_BYTES))
         self._writing: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._wrote_at: float | None = None
@@ -160,6 +169,8 @@ class PsCached(Single):
                 "embeddings are rows it learns from a batch before the first forward: a loop of the script's own shows it none. Nothing was "
                 "trained; use shoal.Trainer, or leave --row-cache out."
             )
+        # A script may read its model before its first call: the state of a replacement must be there to be claimed.
+        self._session._ensure_joined()
         super().prepare(job)
         self._session.hold(job.number, self)
 
@@ -168,10 +179,7 @@ class PsCached(Single):
     def forward_backward(self, batch: Slice) -> LossSum:
         if self._given:  # committed before this process came to be
             return LossSum(torch.zeros(()), 0.0, None)
-        for other in self._session.holders:
-            if isinstance(other, PsCached) and other is not self:
-                other.write_back()  # a note has the state of all models, so no two may be ahead of the servers
-                other.settle()
+        self._have_others_written()
         self._lay_out(batch)
         assert self._tables is not None
         for module in self._tables.modules:
@@ -232,11 +240,17 @@ class PsCached(Single):
             return
         session, tables, device = self._session, self._tables, torch.device(self._job.device)
         session.have_two_phases()
-        seq, num_updates = session.updates + 1, max(1, tables.num_updates)
+        seq, num_updates = session.updates + 1, tables.num_updates
         step = PushStep(session.group, stream=0, seq=seq, decide=lambda vector, norm: Decision(1.0, True))
         # Copies on the device: the steps that follow change the rows.
         changed = [(module.spec.number, *module.take_changed()) for module in tables.modules]
         note = session.note(updates=seq)
+        if len(note) > self._most_note_bytes:
+            raise ConfigError(
+                f"--row-cache {self._launched.row_cache} keeps all but the rows with the worker alone, and a recovery point has all of it in "
+                f"one message: {len(note):,} bytes, where {self._most_note_bytes:,} are allowed. The servers hold what they held before; leave "
+                "--row-cache out, and they hold the rest too."
+            )
         self._is_ahead, self._num_steps = False, 0
         self._wrote_at = began_at = time.monotonic()
         stream = _stream_beside(device)
@@ -266,7 +280,25 @@ class PsCached(Single):
         self._writing.start()
 
     def settle(self) -> int:
-        """Wait until the servers have what was written back; their clock. Before anything else is asked of them."""
+        """Wait until the servers have what was written back; their clock. Before anything else is asked of them.
+
+        By any model of the script: they share the servers' clock, and two writes at a time would take the same number.
+        """
+        for each in (self, *self._models()):
+            each._join_write()
+        return self._session.updates
+
+    def _models(self) -> list[PsCached]:
+        return [holder for holder in self._session.holders if isinstance(holder, PsCached)]
+
+    def _have_others_written(self) -> None:
+        """A note has the state of all models, so no two may be ahead of the servers."""
+        for other in self._models():
+            if other is not self:
+                other.write_back()
+                other.settle()
+
+    def _join_write(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             with recorder.WAIT:
@@ -274,7 +306,6 @@ class PsCached(Single):
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
-        return self._session.updates
 
     # ---- preparing ------------------------------------------------------------------------------
 
@@ -356,23 +387,35 @@ class PsCached(Single):
         self._tables.model.pull_weights(clock)
 
     def load(self, pieces: PieceReader) -> None:
-        super().load(pieces)
-        if self._tables is None:
+        tables = self._tables
+        if tables is None:
+            super().load(pieces)
             self._saved = pieces
             return
+        # A point of what was, before any of it is overwritten: a replacement that begins there loads once more. Not one that is on
+        # its way to such a point: it has nothing newer to write.
+        self._have_others_written()
+        self._is_ahead |= not self._given and self._session.pending_anchor() is None
+        self.write_back()
         self.settle()
-        model, keeps_state = self._tables.model, pieces.optimizer_settings is None
-        for module in self._tables.modules:
-            if not keeps_state:
-                step = saved_state(module.taken.name, module.spec, pieces)[1]
-                self._tables.num_updates = step or self._tables.num_updates
-        if keeps_state and self._is_ahead:
-            self.write_back()  # the state that is kept is that on the servers
-            self.settle()
-        model.write(pieces, keeps_state=keeps_state)
-        for module in self._tables.modules:
-            module.drop_changes()
-            module.read_from_servers()
+        super().load(pieces)
+        keeps_state = pieces.optimizer_settings is None
+        saved = {module: saved_state(module.taken.name, module.spec, pieces) for module in tables.modules}
+        if not keeps_state:
+            tables.num_updates = max((step for _, step, _ in saved.values()), default=tables.num_updates)
+        # What is here whole goes with the next point, where one takes that much.
+        whole = [module for module in tables.modules if module.is_resident]
+        if sum(module.rows.row_bytes * len(module.rows.values) for module in whole) > self._most_bytes:
+            whole = []
+        tables.model.write(pieces, keeps_state=keeps_state, but=whole)
+        for module in tables.modules:
+            if module in whole:
+                if not keeps_state:
+                    module.rows.set_state(saved[module][0])
+                module.rows.change_all()
+            else:
+                module.drop_changes()
+                module.read_from_servers()
         self._is_ahead, self._wrote_at = True, None  # of the note there: the next anchor is a recovery point
 
     def pull_weights(self) -> None:
@@ -430,6 +473,7 @@ class PsCached(Single):
         if plain["layout"] is None:
             load_local(model, PieceReader(pieces, plain["optimizer"]))
             return
+        self._session.have_two_phases()  # servers may have come since the job began
         if self._session.mode.two_phase:
             # The worker that wrote it back may have died before it had told every server that it counts.
             self._session.commit_again(Decision(1.0, True))
@@ -445,7 +489,8 @@ def _room_for_changes(job: Job) -> int:
     device = torch.device(placement.of_job(job).devices[job.rank])
     if device.type == "cuda":
         free.append(torch.cuda.mem_get_info(device)[0])
-    return max(LEAST_CHANGED_BYTES, min(free) // SHARE_OF_MEMORY)
+    most = MOST_REPLICATED_BYTES if job.num_replicas > 1 else MOST_CHANGED_BYTES
+    return min(most, max(LEAST_CHANGED_BYTES, min(free) // SHARE_OF_MEMORY))
 
 
 def _result(plain: dict[str, Any]) -> StepResult:

@@ -98,6 +98,7 @@ class Ps:
             for name, module in hash_embeddings(job.model).items():
                 refuse_seconds(name, module.policy, f"under '{self._launched.strategy}'")
         job.model.to(job.device)
+        self._session._ensure_joined()  # a script may read its model before its first call
         waiting = self._session.pending_state(job.number)
         done = waiting.plain["prepared_at"] if waiting is not None else None
         is_past = done is not None and done <= self._session.anchored_at

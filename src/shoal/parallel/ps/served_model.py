@@ -7,7 +7,7 @@ be rows. Knows nothing of steps; `exact.py` does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -432,11 +432,15 @@ class ServedModel:
             if module.cache is not None:
                 module.cache.clear()
 
-    def write(self, saved: PieceReader | None, *, keeps_state: bool = False) -> None:
-        """Give the servers what this process's model holds, and the optimizer state of `saved`, or that which they have."""
+    def write(
+        self, saved: PieceReader | None, *, keeps_state: bool = False, but: Collection[RowModule] = ()
+    ) -> None:
+        """Give the servers what this process's model holds, `but` some tables, and the optimizer state of `saved`, or that they have."""
         if saved is not None and saved.optimizer_settings is not None:
             load_named(self._group, saved)
         for module in self.rows:
+            if module in but:
+                continue
             if isinstance(module.module, HashEmbedding):
                 self._write_hashed(module, saved, keeps_state)
                 continue

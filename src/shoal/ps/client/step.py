@@ -26,8 +26,12 @@ from shoal.ps.layout import partition
 from shoal.runtime import recorder, row_kernels
 from shoal.runtime.serialization import raw_bytes
 from shoal.runtime.transport.arena import Buffer
+from shoal.runtime.transport.framing import Bytes
 from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.shared_client import Link
+
+LARGE_NOTE_BYTES = 1 << 20
+"""What is larger goes through shared memory: a request in the socket has a limit, and a recovery point's note all dense state."""
 
 
 def by_server(
@@ -419,7 +423,7 @@ class PushStep:
 
     @property
     def _is_whole(self) -> bool:
-        return self._end is not None and self._end.whole_after > 0
+        return self._end is not None and self._end.whole_after is not None
 
     def release(self) -> None:
         for link, buffer in self._held:
@@ -497,7 +501,10 @@ class PushStep:
             link = group.link(server)
             into = [self._alloc(link, len(vector) + 16), self._alloc(link, NUM_SLOTS * 8)]
             self._into[server] = into
-            frames = [vector, note if server == group.owner(0) else b""]
+            frames: list[Buffer | Bytes] = [vector, b""]
+            if server == group.owner(0):
+                is_large = len(note) > LARGE_NOTE_BYTES
+                frames[1] = self._copied(link, np.frombuffer(note, np.uint8)) if is_large else note
             self._tickets[server] = group.send(server, message, frames, into)
 
     def _vector_of(self, server: int) -> NDArray[np.float64]:

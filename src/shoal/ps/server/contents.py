@@ -129,7 +129,7 @@ class Update:
     model: int = 0  # whose settings they are
     # Instead of gradients: table, keys, and their values and state after `whole_after` updates, in several pieces.
     whole: list[tuple[int, Keys, Values]] = field(default_factory=list)
-    whole_after: int = 0
+    whole_after: int | None = None
 
 
 class Contents:
@@ -337,7 +337,7 @@ class Contents:
             table.apply(keys, values, update.factor)
         for number, keys, values in update.whole:
             self.tables[number].set_whole(keys, values)
-            self.tables[number].step = update.whole_after
+            self.tables[number].step = update.whole_after or 0
         settings = self._groups.get(update.model, [])
         if update.settings:
             settings = [{**old, **new} for old, new in zip(settings, update.settings, strict=True)]
@@ -384,7 +384,7 @@ def restrict(update: Update, slots: Slots, chunks: dict[int, ChunkSpec]) -> Upda
     whole = []
     for number, keys, values in update.whole:
         inside = slots[slot_of(number, keys)]
-        whole.append((number, keys[inside], values[inside]))
+        whole.append((number, keys, values) if inside.all() else (number, keys[inside], values[inside]))
     return replace(update, slots=update.slots & slots, rows=rows, dense=dense, whole=whole)
 
 

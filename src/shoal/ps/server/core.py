@@ -603,7 +603,7 @@ class ServerCore:
             return self._end_again(request, message, steps)
         if message.seq > self._low + 1 and steps.mode.kind == "exact":
             raise Refusal(f"the next step here is {self._low + 1}, got the end of step {message.seq}")
-        if message.whole_after:
+        if message.whole_after is not None:
             steps.forget()  # of the only worker's predecessor: what it had not told all servers to count, never will
         if message.rank not in steps.ended:
             for rank, other in steps.ended.items():

@@ -85,7 +85,7 @@ class StepRecord(_Record, frozen=True, tag="step"):
     exchange: Count
     notes: Notes
     whole: list[Count] = []  # tables of whole rows, by piece: keys and rows, behind the chunks' gradients
-    whole_after: Count = 0
+    whole_after: Count | None = None
 
 
 class PushesRecord(_Record, frozen=True, tag="pushes"):

@@ -130,7 +130,8 @@ class ServerState:
         if counted.applies:
             counted.evicted = self.contents.apply(update)
             steps = self.applied.steps(counter_of_update(update.rows, update.model))
-            steps[update.slots] = update.whole_after or steps[update.slots] + 1
+            after = update.whole_after
+            steps[update.slots] = steps[update.slots] + 1 if after is None else after
         if counted.is_step:
             self.applied.version[update.slots] = counted.seq
             for rank, seq in zip(counted.ranks, counted.seqs, strict=False):

@@ -34,8 +34,8 @@ class Staged:
 
     rows: dict[int, tuple[Keys, Values]] = field(default_factory=dict)
     dense: dict[int, tuple[Tensor, tuple[int, ...]]] = field(default_factory=dict)
-    # Whole rows: table, keys, values and state; a table may come in several pieces.
-    whole: list[tuple[int, Keys, Values]] = field(default_factory=list)
+    # Whole rows by table and first key, for a table may come in several pieces: keys, values and state.
+    whole: dict[tuple[int, int | None], tuple[Keys, Values]] = field(default_factory=dict)
 
     @property
     def num_pushes(self) -> int:
@@ -69,10 +69,11 @@ class Staging:
         self._by_peer: dict[int, dict[tuple[int, int], Staged]] = {}
 
     def rows(self, peer: int, message: PushRows, keys: Keys, values: Values) -> None:
-        """Keep a reference; of a repeat the first counts. Whole rows are not repeated on one connection."""
+        """Keep a reference; of a repeat the first counts."""
         staged = self._named(peer, message.stream, message.seq)
         if message.is_whole:
-            staged.whole.append((message.table, keys, values))
+            first = int(keys[0]) if len(keys) else None
+            staged.whole.setdefault((message.table, first), (keys, values))
         else:
             staged.rows.setdefault(message.table, (keys, values))
 
@@ -232,8 +233,8 @@ class Steps:
         squares = np.zeros(NUM_SLOTS)
         only = None if (slots == mine).all() else slots
         for rank in ranks:  # one, where there are any
-            for number, keys, values in parts[rank].staged.whole:
-                update.whole.append((number, *_inside(contents, number, (keys, values), only)))
+            for (number, _), piece in parts[rank].staged.whole.items():
+                update.whole.append((number, *_inside(contents, number, piece, only)))
         for number in sorted({table for part in parts.values() for table in part.staged.rows}):
             table = contents.tables[number]
             for rank in ranks:

@@ -249,7 +249,7 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     merged: list[MergedPart] = msgspec.field(default_factory=list)  # pushes of other workers in it
     # Exact: it ends whole rows, as they are after so many updates. A replacement may come to another point under the same name:
     # of two that do not count yet the newer one does.
-    whole_after: Count = 0
+    whole_after: Count | None = None
 
 
 class Summed(Message, frozen=True, tag="ps-summed"):
