@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.collectives.sync_batchnorm import RanksOfBatch, synchronise
 from shoal.data.slice import Slice
 from shoal.errors import ForwardMixesSamples, GradientMixesSamples
 from shoal.parallel import gathering
@@ -157,6 +158,14 @@ def test_what_is_known_random_or_of_each_sample_is_let_through(layer: nn.Module)
     torch.manual_seed(2)
     model = nn.Sequential(layer, nn.Linear(6, 3))
     run(model, num_steps=5)
+
+
+def test_synchronised_batchnorm_sums_over_the_ranks_in_steps_alone() -> None:
+    model, sums = stack(nn.BatchNorm1d(6)), list[int]()
+    ranks = RanksOfBatch(rank=0, num_ranks=1, add_up=lambda tensor: sums.append(tensor.numel()))
+    synchronise(model, ranks)
+    run(model, num_steps=4)
+    assert len(sums) == 4 * 2, "a trial waits for ranks that try nothing"
 
 
 def test_experts_and_their_balance_are_let_through() -> None:
