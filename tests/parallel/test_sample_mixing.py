@@ -330,6 +330,8 @@ class Keeps(nn.Module):
             self.kept = self.kept * 0.9 + 0.1 * x.mean(0)
         elif self.what == "sum":
             self.kept.mul_(0.9).add_(x.sum(0), alpha=0.1)
+        elif self.what == "sum, past autograd":
+            self.kept.data.mul_(0.9).add_(x.sum(0), alpha=0.1)  # which changes no version
         elif self.what == "variance":
             self.kept.copy_(x.var(0))
         elif self.what == "queue":
@@ -344,6 +346,7 @@ class Keeps(nn.Module):
         ("mean", []),
         ("steps", []),
         ("sum", ["kept"]),
+        ("sum, past autograd", ["kept"]),
         ("variance", ["kept"]),
         ("queue", ["kept"]),
         ("samples", ["count"]),
@@ -397,3 +400,28 @@ def test_gradients_of_ordinary_layers_add_up(layer: nn.Module) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), layer).eval()
     refuse_mixed_gradients(model, model, torch.randn(5, 3, 6), "ddp")()
+
+
+class Attention(nn.Module):
+    """With biases of its own for queries and keys, as BERT has. A key's bias changes no output: its gradient is rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+
+
+def test_a_gradient_of_rounding_alone_is_not_judged() -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 16), Attention(), nn.Linear(16, 16))
+        refuse_mixed_gradients(model, model, 10 * torch.randn(4, 12, 16), "ddp")()
+
+
+def test_gradients_of_a_large_model_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.parallel.sample_mixing.MAX_NUMEL_RUN_BACK", 20)
+    model, seen = nn.Linear(6, 3), list[Tensor]()
+    refuse_mixed_gradients(model, lambda x: seen.append(x) or model(x), torch.randn(4, 6), "ddp")()
+    assert not seen

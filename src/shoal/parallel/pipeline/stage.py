@@ -45,6 +45,7 @@ from shoal.parallel.pipeline.partition import (
 from shoal.parallel.pipeline.plan import PipelineCut
 from shoal.parallel.pipeline.trace import StageSegment, unchanged
 from shoal.parallel.protocol import TrainJob
+from shoal.parallel.sample_mixing import MAX_NUMEL_RUN_BACK
 from shoal.parallel.tensor_parallel.dtensor_fixes import plain
 
 try:
@@ -53,10 +54,6 @@ try:
     HAS_SHAPES = True
 except ImportError:  # an older torch, whose stages infer shapes in another way
     HAS_SHAPES = False
-
-
-_MAX_NUMEL_RUN_BACK = 1 << 26
-"""Parameters up to which gradients of the whole model are compared before it is cut: they are as large as it is."""
 
 
 def refuse_old_torch() -> None:
@@ -317,7 +314,7 @@ def _gradients(model: nn.Module, output: Tree) -> dict[str, Tensor]:
     """Gradients of a number that all outputs go into; none for a model too large to have them twice."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     given = [leaf for leaf in _there(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not given or not trained or sum(p.numel() for p in trained.values()) > _MAX_NUMEL_RUN_BACK:
+    if not given or not trained or sum(p.numel() for p in trained.values()) > MAX_NUMEL_RUN_BACK:
         return {}
     total = sum((leaf.double().square().sum() for leaf in given), torch.zeros((), dtype=torch.float64))
     found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
