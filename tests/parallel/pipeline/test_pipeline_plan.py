@@ -297,6 +297,53 @@ def test_stages_with_another_gradient_are_refused(monkeypatch: pytest.MonkeyPatc
         cut_of(Adversarial(), 2)
 
 
+backwards = Backwards.apply  # kept before anything is traced
+
+
+class ByAnotherName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(backwards(self.first(x), 0.5))
+
+
+def test_a_module_that_applies_a_function_by_another_name_stays_whole() -> None:
+    _, cut = cut_of(nn.Sequential(nn.Linear(4, 4), ByAnotherName(), nn.Linear(4, 2)), 3)
+    assert names(cut) == [["0"], ["1"], ["2"]]
+
+
+class Ranks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.argsort().to(x)
+
+
+class Ranked(nn.Module):
+    """Beside its output gives one that has no derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.second(self.first(x))
+        return output, Ranks.apply(output)
+
+
+class Rooted(Ranked):
+    """Has gradients that are no numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # one output
+        return (self.second(self.first(x)) * 0).sqrt()
+
+
+@pytest.mark.parametrize("kind", [Ranked, Rooted])
+def test_gradients_that_cannot_be_compared_are_no_difference(kind: type[nn.Module]) -> None:
+    assert names(cut_of(kind(), 2)[1]) == [["first"], ["second"]]
+
+
 def test_what_tp_leaves_in_parts_stays_in_one_stage() -> None:
     partition = find_partition(linears(4, 4, 4, 4), X, 2)
     cut = find_cut(partition, 2, costs_by_size(partition), None, {"0": "colwise", "1": "rowwise"})

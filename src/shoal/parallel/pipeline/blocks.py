@@ -183,7 +183,8 @@ class BlockRunner:
         }
         absent = [slot for slot in self._slots if (id(slot[0]), slot[1]) not in here]
         takes = [place for place, _ in units[first].takes]
-        gives = [place for place, _ in units[end].takes] if end < len(units) else []
+        is_last = end >= len(units)
+        gives = [] if is_last else [place for place, _ in units[end].takes]
 
         def run(held: nn.Module, *values: Any) -> Any:
             # FSDP gathers what the holder has; modules are the model's own objects, tensors alone are not.
@@ -196,7 +197,7 @@ class BlockRunner:
                     output = self._forward(values[: self._num_inputs])
                 except _StageEnds as ends:
                     return tuple(map(_present, _at(ends.call, gives)))
-            if end < len(units):
+            if not is_last:
                 raise StageCannotRun(
                     f"forward ended without calling '{self._names[end - 1]}', at which the next stage begins. The step was not applied; "
                     "blocks that are left out now and then cannot be cut apart: use fsdp or tp."
@@ -358,7 +359,7 @@ class BlockRunner:
                     any(
                         not torch.equal(a, b) for a, b in zip(states[number], states[number + 1], strict=True)
                     ),
-                    tuple((place, example[place]) for place in takes[number]),
+                    tuple((place, _without_past(example[place])) for place in takes[number]),
                 )
             )
         return self._graph(units, outside)
@@ -496,6 +497,11 @@ def _present(tensor: Tensor) -> Tensor:
     if tensor.value is None:
         raise StageCannotRun(_needs("is used again"))
     return tensor.value
+
+
+def _without_past(tensor: Tensor) -> Tensor:
+    """The graph behind an example would keep the activations of the whole model."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _flat(call: Any) -> list[tuple[str, Any]]:
