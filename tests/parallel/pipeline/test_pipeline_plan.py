@@ -13,9 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError, ShapeDecides, TrainingError
+from shoal.errors import ConfigError, ShapeDecides, StageCannotRun, TrainingError
 from shoal.parallel.loss import loss_rule
-from shoal.parallel.pipeline.partition import Partition, SegmentModule, find_partition, segments_of
+from shoal.parallel.pipeline.partition import (
+    Partition,
+    SegmentModule,
+    find_partition,
+    partition_by_blocks,
+    segments_of,
+)
 from shoal.parallel.pipeline.plan import PipelineCut, balance, costs_by_size, find_cut, measure
 from shoal.parallel.pipeline.stage import refuse_different_results
 from shoal.parallel.pipeline.trace import check, expect
@@ -342,6 +348,42 @@ class Rooted(Ranked):
 @pytest.mark.parametrize("kind", [Ranked, Rooted])
 def test_gradients_that_cannot_be_compared_are_no_difference(kind: type[nn.Module]) -> None:
     assert names(cut_of(kind(), 2)[1]) == [["first"], ["second"]]
+
+
+class Balanced(nn.Module):
+    """Leaves a part of the loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.aux = nn.Linear(4, 4), nn.LayerNorm(4), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(self.norm(x))
+        self.aux = out.square().mean()
+        return out
+
+
+class Collects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Balanced() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + sum(block.aux for block in self.blocks)
+
+
+def test_a_value_left_in_an_attribute_of_another_stage_is_refused() -> None:
+    model = Collects()
+    with pytest.raises(ConfigError, match="left in an attribute"):
+        cut_of(model, 2)
+    partition = partition_by_blocks(model, X)
+    assert partition is not None
+    cut = find_cut(partition, 2, costs_by_size(partition))
+    job = TrainJob(model=model, loss=loss_rule(nn.MSELoss()), build_optimizer=None)
+    with pytest.raises(StageCannotRun, match="is used again"):
+        refuse_different_results(job, partition, cut, X)
 
 
 def test_what_tp_leaves_in_parts_stays_in_one_stage() -> None:

@@ -16,6 +16,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -273,9 +274,18 @@ class BlockRunner:
         )
         key = (number, block.training, str(spec), shapes) if is_known else None
         if key not in self._results:
+            before = _attributes(block)
             result = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
             given = pytree.tree_leaves(result)
             if key is None or not all(isinstance(leaf, (AbsentTensor, *_PLAIN)) for leaf in given):
+                return result
+            # A block that leaves something in an attribute, for forward to read later, leaves it at every call.
+            if any(
+                one is not other or size != now
+                for (one, size), (other, now) in zip_longest(
+                    before, _attributes(block), fillvalue=(None, None)
+                )
+            ):
                 return result
             if len(self._results) > 1000:
                 self._results.clear()
@@ -533,6 +543,12 @@ def _generators(inputs: Tree) -> list[Tensor]:
 
 def _versions(model: nn.Module) -> dict[str, int]:
     return {name: buffer._version for name, buffer in model.named_buffers()}
+
+
+def _attributes(block: nn.Module) -> list[tuple[Any, int | None]]:
+    """Values of a block's attributes, and how much those hold that hold others."""
+    values = [value for module in block.modules() for value in vars(module).values()]
+    return [(value, len(value) if type(value) in (list, dict, set) else None) for value in values]
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

@@ -209,6 +209,9 @@ class _Tracer(fx.Tracer):
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and a not in self.tensor_attrs:
             assert isinstance(self.root, nn.Module)
             if not any(a is buffer for buffer in self.root.buffers()):
+                if a.grad_fn is not None:  # of this batch alone
+                    why = "it uses a value that a layer computed and left in an attribute, which no stage hands on"
+                    raise Untraceable(self.scope.module_path, why + _users_line())
                 name = f"_constant_{len(self.constants)}"
                 self.constants[name] = a
                 return self.create_node("get_attr", name, (), {})
