@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.collectives.sync_batchnorm import RanksOfBatch, synchronise
 from shoal.data.slice import Slice
 from shoal.errors import ForwardMixesSamples, GradientMixesSamples
 from shoal.parallel import gathering
@@ -157,6 +158,14 @@ def test_what_is_known_random_or_of_each_sample_is_let_through(layer: nn.Module)
     torch.manual_seed(2)
     model = nn.Sequential(layer, nn.Linear(6, 3))
     run(model, num_steps=5)
+
+
+def test_synchronised_batchnorm_sums_over_the_ranks_in_steps_alone() -> None:
+    model, sums = stack(nn.BatchNorm1d(6)), list[int]()
+    ranks = RanksOfBatch(rank=0, num_ranks=1, add_up=lambda tensor: sums.append(tensor.numel()))
+    synchronise(model, ranks)
+    run(model, num_steps=4)
+    assert len(sums) == 4 * 2, "a trial waits for ranks that try nothing"
 
 
 def test_experts_and_their_balance_are_let_through() -> None:
@@ -321,6 +330,8 @@ class Keeps(nn.Module):
             self.kept = self.kept * 0.9 + 0.1 * x.mean(0)
         elif self.what == "sum":
             self.kept.mul_(0.9).add_(x.sum(0), alpha=0.1)
+        elif self.what == "sum, past autograd":
+            self.kept.data.mul_(0.9).add_(x.sum(0), alpha=0.1)  # which changes no version
         elif self.what == "variance":
             self.kept.copy_(x.var(0))
         elif self.what == "queue":
@@ -335,6 +346,7 @@ class Keeps(nn.Module):
         ("mean", []),
         ("steps", []),
         ("sum", ["kept"]),
+        ("sum, past autograd", ["kept"]),
         ("variance", ["kept"]),
         ("queue", ["kept"]),
         ("samples", ["count"]),
@@ -388,3 +400,28 @@ def test_gradients_of_ordinary_layers_add_up(layer: nn.Module) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), layer).eval()
     refuse_mixed_gradients(model, model, torch.randn(5, 3, 6), "ddp")()
+
+
+class Attention(nn.Module):
+    """With biases of its own for queries and keys, as BERT has. A key's bias changes no output: its gradient is rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+
+
+def test_a_gradient_of_rounding_alone_is_not_judged() -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 16), Attention(), nn.Linear(16, 16))
+        refuse_mixed_gradients(model, model, 10 * torch.randn(4, 12, 16), "ddp")()
+
+
+def test_gradients_of_a_large_model_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.parallel.sample_mixing.MAX_NUMEL_RUN_BACK", 20)
+    model, seen = nn.Linear(6, 3), list[Tensor]()
+    refuse_mixed_gradients(model, lambda x: seen.append(x) or model(x), torch.randn(4, 6), "ddp")()
+    assert not seen

@@ -75,6 +75,7 @@ def test_the_whole_batch_is_normalised_as_in_one_process(
     ("strategy", "workers", "at"),
     [
         ("ddp", 3, "worker: exchange begun"),
+        ("ddp", 2, "worker: exchange begun"),  # slices that a replaced worker tries alone
         ("fsdp", 3, "worker: before forward"),
         *matrix_only(("ddp", 3, "worker: before forward"), ("dp=2,pp=2", 4, "worker: before forward")),
     ],

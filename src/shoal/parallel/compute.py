@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from shoal.collectives.sync_batchnorm import RanksOfBatch
+from shoal.collectives.sync_batchnorm import RanksOfBatch, SyncedBatchNorm
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
 from shoal.data.slice import LABELS, Slice, split_target, weight_of
@@ -540,9 +540,14 @@ def refuse_mixing(
                 if is_still():
                     refuse()
 
-    # What mixes in training mode alone does as BatchNorm does, and is only named.
+    # What mixes in training mode alone does as BatchNorm does, and is only named. A synchronised BatchNorm rests as well: its
+    # sum over the ranks would wait for those that try nothing, with fewer samples or at a later step.
     known = {layer.layer for layer in mixing_layers(job.model)}
-    in_training = [module for name, module in job.model.named_modules() if (name or THE_MODEL) in known]
+    in_training = [
+        module
+        for name, module in job.model.named_modules()
+        if (name or THE_MODEL) in known or isinstance(module, SyncedBatchNorm)
+    ]
     if jobs.current().verify is None:
         try_out(job.model.modules())
         if job.model not in _noted:

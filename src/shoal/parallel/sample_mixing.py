@@ -30,6 +30,9 @@ NUM_SAMPLES = 4
 NOTICED = 0.02
 """Difference of a row, relative to how rows differ from each other, that is mixing."""
 
+MAX_NUMEL_RUN_BACK = 1 << 26
+"""Trained numbers up to which gradients of a whole model are compared: they are as large as it is, on every rank."""
+
 NUM_DIRECTIONS = 4
 _ROWS_AT_ONCE = 256
 
@@ -85,24 +88,38 @@ def buffers_of_slices(model: nn.Module, call: Callable[[Tree], Tree], inputs: Tr
     """
     num, half = NUM_SAMPLES, NUM_SAMPLES // 2
     known = {id(b) for m in model.modules() if isinstance(m, _BatchNorm) for b in m.buffers(recurse=False)}
-    names = [name for name, buffer in model.named_buffers() if id(buffer) not in known]
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in known}
     found = []
-    for at in (slice(0, 0), slice(0, num), slice(0, half), slice(half, num)):
+    for at in (slice(0, num), slice(0, half), slice(half, num)):
         with _without_hooks_of_script(model), unchanged(model):
-            if at.stop and not _run(model, call, inputs, at).ended:
+            if not _run(model, call, inputs, at).ended:
                 return []
-            now = dict(model.named_buffers())
-            found.append([now[name].detach().double() for name in names])
+            now = dict(model.named_buffers(remove_duplicate=False))
+            # By value: what is written through `.data` has the same version.
+            changed = {
+                name: now[name].detach()
+                for name, before in buffers.items()
+                if name in now and not _is_equal(before, now[name])
+            }
+        found.append(changed)
     uneven = []
-    for name, before, whole, first, second in zip(names, *found, strict=True):
+    for name, before in buffers.items():
+        if not any(name in changed for changed in found):
+            continue
+        whole, first, second = (changed.get(name, before) for changed in found)
         if not before.shape == whole.shape == first.shape == second.shape:
             uneven.append(name)
-        elif not torch.equal(whole, before) or not torch.equal(first, before):
-            by_whole, by_halves = whole - before, (first + second) / 2 - before
-            size = torch.maximum(by_whole.abs().max(), by_halves.abs().max())
-            if float((by_whole - by_halves).abs().max()) > NOTICED * float(size):
-                uneven.append(name)
+            continue
+        before = before.double()
+        by_whole, by_halves = whole.double() - before, (first.double() + second.double()) / 2 - before
+        size = torch.maximum(by_whole.abs().max(), by_halves.abs().max())
+        if float((by_whole - by_halves).abs().max()) > NOTICED * float(size):
+            uneven.append(name)
     return uneven
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def refuse_mixed_gradients(
@@ -110,46 +127,72 @@ def refuse_mixed_gradients(
 ) -> Callable[[], None]:
     """Run back the first samples together and in pairs; call the result to refuse gradients of pairs that do not add up.
 
-    A function of the script's own that normalises the gradient it is given does so, say. Outputs must have a row for each sample.
+    A function of the script's own that normalises the gradient it is given does so, say. Outputs must have a row for each
+    sample. Not for a model too large to have its gradients twice.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not p._backward_hooks}
     num, half = NUM_SAMPLES, NUM_SAMPLES // 2
-    found: list[list[Tensor | None]] = []
+    if sum(parameter.numel() for parameter in trained.values()) > MAX_NUMEL_RUN_BACK:
+        return lambda: None
     shapes: set[tuple[torch.Size, ...]] = set()
-    for at in (slice(0, num), slice(0, half), slice(half, num), slice(0, num)):
-        # Whatever it raises here: the trial before this one has judged the forward.
-        with contextlib.suppress(Exception), warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")
-            with _without_hooks_of_script(model), unchanged(model):
-                output = call(map_tensors(lambda tensor, at=at: tensor[at].clone(), inputs))  # type: ignore[misc]
-            rows = [
-                t for t in tensors(output) if t.requires_grad and t.dim() and len(t) == at.stop - at.start
-            ]
-            shapes.add(tuple(row.shape[1:] for row in rows))
-            # A function of each row by itself, whatever their order is.
-            flat = [row.flatten(1) if row.dim() > 1 else row[:, None] for row in rows]
-            weights = [torch.arange(row.shape[1], device=row.device).cos().to(row.dtype) for row in flat]
-            total = sum(
-                ((r * w).sum() + r.square().sum() for r, w in zip(flat, weights, strict=True)),
-                torch.zeros(()),
-            )
-            found.append(list(torch.autograd.grad(total, list(trained.values()), allow_unused=True)))
+    rounding = 0.0
+
+    def gradients(at: slice) -> list[Tensor | None]:
+        nonlocal rounding
+        with _without_hooks_of_script(model), unchanged(model):
+            output = call(map_tensors(lambda tensor: tensor[at].clone(), inputs))
+        rows = [t for t in tensors(output) if t.requires_grad and t.dim() and len(t) == at.stop - at.start]
+        shapes.add(tuple(row.shape[1:] for row in rows))
+        kinds = {each.dtype for each in (*rows, *trained.values()) if each.is_floating_point()}
+        rounding = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        # A function of each row by itself, whatever their order is.
+        flat = [row.flatten(1) if row.dim() > 1 else row[:, None] for row in rows]
+        weights = [torch.arange(row.shape[1], device=row.device).cos().to(row.dtype) for row in flat]
+        total = sum(
+            ((r * w).sum() + r.square().sum() for r, w in zip(flat, weights, strict=True)), torch.zeros(())
+        )
+        found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+        return [each if each is not None and each.layout is torch.strided else None for each in found]
+
+    sizes: dict[str, float] = {}
+    changes, gaps = dict[str, float](), dict[str, float]()
+    # Whatever it raises here: the trial before this one has judged the forward.
+    with contextlib.suppress(Exception), warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        whole = gradients(slice(0, num))
+        # Of parameters that are not used there is nothing to say.
+        left = {name: each for name, each in zip(trained, whole, strict=True) if each is not None}
+        del whole
+        sizes = {name: _largest(each) for name, each in left.items()}
+        again = dict(zip(trained, gradients(slice(0, num)), strict=True))
+        changes = {
+            name: _largest(each - other) for name, each in left.items() if (other := again[name]) is not None
+        }
+        del again
+        for at in (slice(0, half), slice(half, num)):
+            for name, part in zip(trained, gradients(at), strict=True):
+                if part is not None and name in left:
+                    left[name] = left[name] - part
+        gaps = {name: _largest(each) for name, each in left.items() if name in changes}
 
     def refuse() -> None:
-        if len(found) < 4 or len(shapes) > 1:
+        if len(shapes) > 1:
             return  # rows as long as the longest sample of a part are no function of each sample
-        for name, whole, first, second, again in zip(trained, *found, strict=True):
-            if whole is None or again is None or whole.layout is not torch.strided:
-                continue
-            size = float(whole.abs().max())
-            if float((whole - again).abs().max()) > 1e-3 * size:
-                return  # it answers otherwise the second time
-            parts = sum((part for part in (first, second) if part is not None), torch.zeros_like(whole))
-            gap = float((whole - parts).abs().max())
-            if gap > NOTICED * max(size, float(parts.abs().max())) and gap > 1e-6:
-                raise GradientMixesSamples(parameter=name, strategy=strategy, gap=gap / max(size, 1e-30))
+        # A gradient that is zero but for rounding, as of a bias before a norm, is as small beside the others.
+        floor = max(1e-5, 8 * rounding) * max(filter(math.isfinite, sizes.values()), default=0.0)
+        if any(change > 1e-3 * sizes[name] + floor for name, change in changes.items()):
+            return  # it answers otherwise the second time
+        for name, gap in gaps.items():
+            if gap > max(NOTICED, 8 * rounding) * sizes[name] and gap > max(floor, 1e-6):
+                raise GradientMixesSamples(
+                    parameter=name, strategy=strategy, gap=gap / max(sizes[name], 1e-30)
+                )
 
     return refuse
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 @contextlib.contextmanager

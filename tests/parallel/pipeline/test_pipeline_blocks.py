@@ -127,6 +127,16 @@ def test_the_model_is_as_before_after_a_stage_has_run() -> None:
     assert model(inputs).shape == (5, 2)
 
 
+def test_nothing_of_the_graph_it_was_recorded_with_is_kept() -> None:
+    found = block_forwards(Rows(), torch.rand(3, 3))
+    assert found is not None
+    for forward in found:
+        examples = [example for unit in forward.units for _, example in unit.takes]
+        assert [(each.requires_grad, each.grad_fn) for each in examples] == [(True, None)] * len(examples)
+        for segment in block_segments(forward, forward.begins):
+            assert forward.units not in [cell.cell_contents for cell in segment.run.__closure__]
+
+
 def test_absent_tensors_know_their_shape_and_have_no_data() -> None:
     absent = AbsentTensor.like(torch.zeros(2, 3))
     assert (absent @ torch.zeros(3, 4)).shape == (2, 4)

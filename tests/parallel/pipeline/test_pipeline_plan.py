@@ -13,9 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError, ShapeDecides, TrainingError
+from shoal.errors import ConfigError, ShapeDecides, StageCannotRun, TrainingError
 from shoal.parallel.loss import loss_rule
-from shoal.parallel.pipeline.partition import Partition, SegmentModule, find_partition, segments_of
+from shoal.parallel.pipeline.partition import (
+    Partition,
+    SegmentModule,
+    find_partition,
+    partition_by_blocks,
+    segments_of,
+)
 from shoal.parallel.pipeline.plan import PipelineCut, balance, costs_by_size, find_cut, measure
 from shoal.parallel.pipeline.stage import refuse_different_results
 from shoal.parallel.pipeline.trace import check, expect
@@ -295,6 +301,89 @@ def test_stages_with_another_gradient_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("shoal.parallel.pipeline.trace._applying", lambda function: forward_alone)
     with pytest.raises(ConfigError, match="has another gradient of '"):
         cut_of(Adversarial(), 2)
+
+
+backwards = Backwards.apply  # kept before anything is traced
+
+
+class ByAnotherName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(backwards(self.first(x), 0.5))
+
+
+def test_a_module_that_applies_a_function_by_another_name_stays_whole() -> None:
+    _, cut = cut_of(nn.Sequential(nn.Linear(4, 4), ByAnotherName(), nn.Linear(4, 2)), 3)
+    assert names(cut) == [["0"], ["1"], ["2"]]
+
+
+class Ranks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.argsort().to(x)
+
+
+class Ranked(nn.Module):
+    """Beside its output gives one that has no derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.second(self.first(x))
+        return output, Ranks.apply(output)
+
+
+class Rooted(Ranked):
+    """Has gradients that are no numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # one output
+        return (self.second(self.first(x)) * 0).sqrt()
+
+
+@pytest.mark.parametrize("kind", [Ranked, Rooted])
+def test_gradients_that_cannot_be_compared_are_no_difference(kind: type[nn.Module]) -> None:
+    assert names(cut_of(kind(), 2)[1]) == [["first"], ["second"]]
+
+
+class Balanced(nn.Module):
+    """Leaves a part of the loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.aux = nn.Linear(4, 4), nn.LayerNorm(4), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(self.norm(x))
+        self.aux = out.square().mean()
+        return out
+
+
+class Collects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Balanced() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + sum(block.aux for block in self.blocks)
+
+
+def test_a_value_left_in_an_attribute_of_another_stage_is_refused() -> None:
+    model = Collects()
+    with pytest.raises(ConfigError, match="left in an attribute"):
+        cut_of(model, 2)
+    partition = partition_by_blocks(model, X)
+    assert partition is not None
+    cut = find_cut(partition, 2, costs_by_size(partition))
+    job = TrainJob(model=model, loss=loss_rule(nn.MSELoss()), build_optimizer=None)
+    with pytest.raises(StageCannotRun, match="is used again"):
+        refuse_different_results(job, partition, cut, X)
 
 
 def test_what_tp_leaves_in_parts_stays_in_one_stage() -> None:

@@ -16,6 +16,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -183,7 +184,8 @@ class BlockRunner:
         }
         absent = [slot for slot in self._slots if (id(slot[0]), slot[1]) not in here]
         takes = [place for place, _ in units[first].takes]
-        gives = [place for place, _ in units[end].takes] if end < len(units) else []
+        is_last = end >= len(units)
+        gives = [] if is_last else [place for place, _ in units[end].takes]
 
         def run(held: nn.Module, *values: Any) -> Any:
             # FSDP gathers what the holder has; modules are the model's own objects, tensors alone are not.
@@ -196,7 +198,7 @@ class BlockRunner:
                     output = self._forward(values[: self._num_inputs])
                 except _StageEnds as ends:
                     return tuple(map(_present, _at(ends.call, gives)))
-            if end < len(units):
+            if not is_last:
                 raise StageCannotRun(
                     f"forward ended without calling '{self._names[end - 1]}', at which the next stage begins. The step was not applied; "
                     "blocks that are left out now and then cannot be cut apart: use fsdp or tp."
@@ -272,9 +274,18 @@ class BlockRunner:
         )
         key = (number, block.training, str(spec), shapes) if is_known else None
         if key not in self._results:
+            before = _attributes(block)
             result = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
             given = pytree.tree_leaves(result)
             if key is None or not all(isinstance(leaf, (AbsentTensor, *_PLAIN)) for leaf in given):
+                return result
+            # A block that leaves something in an attribute, for forward to read later, leaves it at every call.
+            if any(
+                one is not other or size != now
+                for (one, size), (other, now) in zip_longest(
+                    before, _attributes(block), fillvalue=(None, None)
+                )
+            ):
                 return result
             if len(self._results) > 1000:
                 self._results.clear()
@@ -358,7 +369,7 @@ class BlockRunner:
                     any(
                         not torch.equal(a, b) for a, b in zip(states[number], states[number + 1], strict=True)
                     ),
-                    tuple((place, example[place]) for place in takes[number]),
+                    tuple((place, _without_past(example[place])) for place in takes[number]),
                 )
             )
         return self._graph(units, outside)
@@ -498,6 +509,11 @@ def _present(tensor: Tensor) -> Tensor:
     return tensor.value
 
 
+def _without_past(tensor: Tensor) -> Tensor:
+    """The graph behind an example would keep the activations of the whole model."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 def _flat(call: Any) -> list[tuple[str, Any]]:
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(call)[0]]
 
@@ -527,6 +543,12 @@ def _generators(inputs: Tree) -> list[Tensor]:
 
 def _versions(model: nn.Module) -> dict[str, int]:
     return {name: buffer._version for name, buffer in model.named_buffers()}
+
+
+def _attributes(block: nn.Module) -> list[tuple[Any, int | None]]:
+    """Values of a block's attributes, and how much those hold that hold others."""
+    values = [value for module in block.modules() for value in vars(module).values()]
+    return [(value, len(value) if type(value) in (list, dict, set) else None) for value in values]
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

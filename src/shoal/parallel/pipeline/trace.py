@@ -209,6 +209,9 @@ class _Tracer(fx.Tracer):
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and a not in self.tensor_attrs:
             assert isinstance(self.root, nn.Module)
             if not any(a is buffer for buffer in self.root.buffers()):
+                if a.grad_fn is not None:  # of this batch alone
+                    why = "it uses a value that a layer computed and left in an attribute, which no stage hands on"
+                    raise Untraceable(self.scope.module_path, why + _users_line())
                 name = f"_constant_{len(self.constants)}"
                 self.constants[name] = a
                 return self.create_node("get_attr", name, (), {})
@@ -368,7 +371,19 @@ def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bo
             return applied(function, *args, **kwargs)
         return tracer.create_proxy("call_function", _applying(function), args, kwargs)
 
+    # What `f = Function.apply` kept before now is not that of above. It calls this first, and then forward, without the class.
+    functorch = torch._functorch.utils
+    unwrap = getattr(functorch, "unwrap_dead_wrappers", None)
+
+    def unwrap_values(args: tuple[Any, ...]) -> Any:
+        if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(args)):
+            why = "it calls the apply of an autograd.Function by another name, and its backward would be lost"
+            raise Untraceable(tracer.scope.module_path, why + _users_line())
+        return unwrap(args)  # type: ignore[misc]  # replaced only where there is one
+
     with contextlib.ExitStack() as stack:
+        if unwrap is not None:
+            stack.enter_context(mock.patch.object(functorch, "unwrap_dead_wrappers", unwrap_values))
         stack.enter_context(unchanged(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
