@@ -742,3 +742,12 @@ def test_several_optimizers_name_parts_of_the_model_and_are_of_one_class() -> No
     assert first is not None
     assert second is not None
     assert (first.name, list(first.others)) == ("a", list(model["b"].parameters()))
+
+
+def test_parts_of_the_command_line_and_of_the_script_that_differ_are_refused(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.config.job._current", Job(name="test", run_dir=run_dir, accumulate=4))
+    trainer(mlp(), accumulate=4)
+    with pytest.raises(ConfigError, match=r"--accumulate 4 and accumulate=2 .* contradict"):
+        trainer(mlp(), accumulate=2)

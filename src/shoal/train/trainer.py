@@ -300,7 +300,13 @@ class Trainer:
             raise ConfigError(
                 f"scheduler must be a function of the optimizer, or a torch scheduler, got {scheduler!r}."
             )
-        accumulate = (jobs.current().accumulate or 1) if accumulate is None else accumulate
+        asked = jobs.current().accumulate
+        if None not in (asked, accumulate) and asked != accumulate:
+            raise ConfigError(
+                f"--accumulate {asked} and accumulate={accumulate} of the Trainer contradict each other. Nothing was trained; leave one of "
+                "them out."
+            )
+        accumulate = (asked or 1) if accumulate is None else accumulate
         check_limit("accumulate", accumulate)
         check_limit("snapshot_every", snapshot_every, least=0)
         if clip_norm is not None and not clip_norm > 0:
