@@ -120,7 +120,7 @@ def shared_memory() -> Finding:
             "shared memory", str(error), "shoal needs Linux 3.17 or newer, or room in the temporary directory"
         )
     if (problem := system.missing_calls()) is not None:
-        return fail("shared memory", "os.memfd_create is missing", problem)
+        return fail("shared memory", "not by this Python", problem)
     if not system.IS_LINUX:
         return ok("shared memory", "unlinked files of the temporary directory")
     try:

@@ -45,6 +45,7 @@ CAPACITY = 1 << 15
 """Spans that are kept: at 8 a step, the newest 4,000 steps, in 768 KiB of memory and as much on disk."""
 
 MAX_DEPTH = 15
+FIRST_S = 0.1  # of the first lines, so that a job of half a second leaves some: servers are killed at its end
 EVERY_S = 1.0
 KEPT_INCARNATIONS = 8
 """Files of one process: a crash loop must not fill the disk."""
@@ -201,9 +202,11 @@ class Sampler:
         self._thread.join(timeout=EVERY_S)  # a disk that hangs keeps nobody
 
     def _run(self) -> None:
-        while not self._is_over.wait(EVERY_S):
+        every_s = FIRST_S
+        while not self._is_over.wait(every_s):
             with contextlib.suppress(Exception):  # facts may change while they are read
                 self._tell()
+            every_s = min(2 * every_s, EVERY_S)
         with contextlib.suppress(Exception):
             self._tell(ends=True)
         if self._trace is not None:

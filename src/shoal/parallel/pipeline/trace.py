@@ -210,7 +210,7 @@ class _Tracer(fx.Tracer):
             assert isinstance(self.root, nn.Module)
             if not any(a is buffer for buffer in self.root.buffers()):
                 if a.grad_fn is not None:  # of this batch alone
-                    why = "it uses a value that a layer computed and left in an attribute, which no stage hands on"
+                    why = "it uses a value that a layer computed and left in an attribute, or one of parameters outside of the layers they belong to, which no stage hands on"
                     raise Untraceable(self.scope.module_path, why + _users_line())
                 name = f"_constant_{len(self.constants)}"
                 self.constants[name] = a
