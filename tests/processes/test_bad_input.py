@@ -74,7 +74,7 @@ def test_a_script_that_raises_at_import_shows_its_traceback_once(
     assert message.count("Traceback (most recent call last)") == 1
     assert message.count("JSONDecodeError") == 1
     assert f'File "{tmp_path / "beside.py"}", line 2' in message
-    assert "/shoal/" not in message
+    assert "/src/shoal/" not in message
     assert "Traceback" not in done.stdout + done.stderr
 
 

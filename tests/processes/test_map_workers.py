@@ -218,7 +218,7 @@ def test_an_exception_names_the_sample_and_shows_the_users_line(readers: Childre
         list(batches_of(2, fail_at))
     assert "map(fail_at) for the sample with index" in "".join(getattr(caught.value, "__notes__", []))
     assert 'raise ValueError(f"no such thing as' in str(caught.value.__cause__)
-    assert "/shoal/" not in str(caught.value.__cause__), "the user's lines alone"
+    assert "/src/shoal/" not in str(caught.value.__cause__), "the user's lines alone"
     gc.collect()
     assert readers() == []
 

@@ -34,7 +34,7 @@ GONE = {
 
 SYMBOLS_GONE = {"prctl", "renameat2", "mallopt", "malloc_trim", "memfd_create"}
 
-PACKAGE = f"{os.sep}shoal{os.sep}"
+PACKAGE = f"{os.sep}src{os.sep}shoal{os.sep}"  # not the checkout, whose folder may be called shoal too
 
 
 def remove() -> None:

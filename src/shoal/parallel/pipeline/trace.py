@@ -19,6 +19,7 @@ import functools
 import inspect
 import linecache
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ from shoal.data.tree import Tree, leaves, map_tensors
 from shoal.errors import ShapeDecides, TrainingError
 from shoal.parallel.compute import ModelCall, evaluating, is_run_again
 from shoal.parallel.state import attribute, first_line
+from shoal.runtime import user_frames
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FACTORIES = (
     "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
     "tensor", "as_tensor", "tril_indices", "triu_indices", "zeros",
@@ -460,7 +463,7 @@ def is_of_data(node: fx.Node) -> bool:
 def _outcome_of_check() -> bool | None:
     """What the user's line comes to where it only checks: false for `if x: raise`, true for `assert x`; else None."""
     for frame in inspect.stack(0)[1:]:
-        if "/torch/" in frame.filename or "/shoal/parallel/pipeline/" in frame.filename:
+        if frame.filename.startswith(_TORCH) or user_frames.is_ours(frame.filename):
             continue
         for node in ast.walk(_source(frame.filename)):
             if not isinstance(node, (ast.If, ast.Assert)):
@@ -493,8 +496,11 @@ def _users_line(error: BaseException | None = None) -> str:
         if error is not None and error.__traceback__ is not None
         else [(frame.filename, frame.lineno) for frame in reversed(inspect.stack(0))]
     )
+    # By the package's own folder: a project may lie in one that is called shoal.
     own = [
-        (f, n) for f, n in frames if "/torch/" not in f and "/shoal/" not in f and not f.startswith("<frozen")
+        (f, n)
+        for f, n in frames
+        if not (f.startswith((_TORCH, "<frozen", "<string>")) or user_frames.is_ours(f))
     ]
     return f" (line {own[-1][1]} of {own[-1][0].rpartition('/')[2]})" if own else ""
 
