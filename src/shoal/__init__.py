@@ -90,7 +90,8 @@ def _print_uncaught(kind: type[BaseException], error: BaseException, stack: Trac
     importlib.import_module("shoal.runtime.user_frames").print_uncaught(kind, error)
 
 
-# Python prints uncaught errors without shoal's frames, unless somebody else prints them, or `python -X dev` asks for all.
+# Python prints uncaught errors without shoal's frames, unless another hook prints them, or `python -X dev`
+# asks for all.
 if sys.excepthook is sys.__excepthook__ and not sys.flags.dev_mode:
     sys.excepthook = _print_uncaught
 

@@ -4,9 +4,9 @@
     model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     model.fit(x, y, epochs=3)        # under `shoal run -n 4`, by any exact strategy
 
-Layers and loss run as Keras has written them, through its stateless call, on
-parameters that a strategy may cut, move to servers, or replace. Optimizers are
-torch's of the same name. After fit the weights are in the Keras model again.
+Layers and loss run as Keras wrote them, through its stateless call, on parameters that a strategy
+may shard, move to servers, or replace. Optimizers are torch's of the same name. After fit the
+weights are in the Keras model again.
 """
 
 from __future__ import annotations
@@ -197,7 +197,9 @@ class DistributedModel:
         return {each.path: each.value.detach() for each in self._model.variables if each.path in self._names}
 
     def _give_weights(self, trainer: Trainer) -> None:
-        """What load_weights, set_weights or assign has put into the Keras model since, under any strategy."""
+        """Pass weights that load_weights, set_weights or assign put into the Keras model to the
+        Trainer, under any strategy.
+        """
         now = self._values()
         if all(torch.equal(value, self._known[name]) for name, value in now.items()):
             return
@@ -212,7 +214,7 @@ class DistributedModel:
         self._remember()
 
     def _take_weights(self, trainer: Trainer) -> None:
-        """Whatever the strategy did with them, the Keras model has the trained weights: for save() and get_weights()."""
+        """Copy the trained weights into the Keras model, for save() and get_weights(), under any strategy."""
         # One for each fit, the newest kept: a resumed job that passes over fits reads what they left.
         number = len(trainer.progress.histories)
         path = trainer.run_dir / f"keras-{number}"
@@ -234,7 +236,7 @@ class DistributedModel:
 
 
 KEPT_FITS = 8
-"""Of so many fits the weights stay in the run directory."""
+"""Number of fits whose weights are kept in the run directory."""
 
 
 def _loss(model: Any, module: KerasModule) -> Callable[[Any, Any], Tensor]:
@@ -272,7 +274,7 @@ _OPTIMIZERS = {
 
 
 def _optimizer_options(optimizer: Any) -> dict[str, Any]:
-    """Optimizer of torch, clipping and schedule that do what the compiled one of Keras does."""
+    """torch optimizer, clipping and schedule equivalent to Keras's compiled ones."""
     config, kind = optimizer.get_config(), type(optimizer).__name__
     unsupported = ["clipnorm", "clipvalue", "use_ema", "loss_scale_factor", "gradient_accumulation_steps"]
     asked = [name for name in unsupported if config.get(name)]

@@ -143,12 +143,11 @@ def transform(
     output: str = "prediction",
     batch: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The DataFrame with a column of what a model says of each row: a number, or a list of them.
+    """The DataFrame with a column of model outputs for each row: a number, or a list of them.
 
-    Rows go to the model in batches, as one float tensor with a column for
-    each of `inputs` (lists of numbers side by side), or as what `batch` makes
-    of their pandas DataFrame. Executors need torch and, unless the model's
-    class is of the driver's own script or notebook, the package it is from.
+    Rows go to the model in batches, as one float tensor with a column for each of `inputs` (lists
+    of numbers side by side), or as the result of `batch` on their pandas DataFrame. Executors need
+    torch and, unless the model's class is of the driver's own script or notebook, its package.
     """
     from pyspark.sql.functions import pandas_udf, struct
 
@@ -178,13 +177,13 @@ def transform(
         values = predict(sent.value, rows)
         return pandas.Series(values if values.ndim == 1 else list(values))
 
-    # Spark reads what kind of function it is off its annotations.
+    # Spark reads the kind of function off its annotations.
     predicted.__annotations__ = {"rows": type(example), "return": type(example[inputs[0]])}
     return frame.withColumn(output, pandas_udf(predicted, kind)(struct(*[frame[name] for name in inputs])))
 
 
 def _predictor(batch: Callable[[Any], Any] | None) -> Callable[[nn.Module, Any], Any]:
-    """Numbers that a model says of the rows of a pandas DataFrame; made here, so that Spark sends it by value."""
+    """Function from a pandas DataFrame to a model's outputs; defined here, so that Spark sends it by value."""
 
     def predict(model: nn.Module, rows: Any) -> Any:
         import numpy

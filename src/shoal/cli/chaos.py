@@ -1,8 +1,8 @@
-"""`shoal chaos`: a user's own job under random faults, beside the same job left in peace.
+"""`shoal chaos`: a user's own job under random faults, beside the same job undisturbed.
 
-Draws the faults from a seed, runs the script undisturbed and then disturbed,
-and reports what was done to it, how long each recovery took, what of the
-speed was left, and whether the final weights are the same to the bit.
+Draws the faults from a seed, runs the script undisturbed and then with faults, and reports each
+fault, how long each recovery took, the remaining speed, and whether the final weights are the same
+to the bit.
 """
 
 from __future__ import annotations

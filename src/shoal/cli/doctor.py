@@ -1,7 +1,7 @@
 """`shoal doctor`: checks of this machine, line by line, and the cure for each failure.
 
-Sockets, memory, disk and limits are tried, not looked up; each check returns
-one Finding. Nothing here imports torch: a process of its own asks torch.
+Sockets, memory, disk and limits are tried, not looked up; each check returns one Finding. Nothing
+here imports torch: a process of its own queries torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor: what was looked at, what was found, and the cure where it is needed."""
+    """One line of the doctor: what was checked, the result, and the cure if needed."""
 
     level: Level
     what: str

@@ -1,8 +1,7 @@
 """Equality of a run over many workers and a run in one process.
 
-`check` decides which runs answer that and against which reference; the caller
-runs the script and shows the outcome. Comparing is pure: arrays in,
-differences out. Knows numpy but not torch.
+`check` decides which runs are needed and against which reference; the caller runs the script and
+shows the outcome. Comparing is pure: arrays in, differences out. Uses numpy but not torch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Difference:
     """Largest |a - b|; infinite where one side has no such tensor, another shape, or a NaN the other has not."""
 
     scale: float
-    """What `absolute` is set against: the tensor's largest finite |value| on either side, or more; see `compare`."""
+    """Reference of `absolute`: the tensor's largest finite |value| on either side, or more; see `compare`."""
 
     num_nonfinite: int = 0
     """Values that are not finite, and the same on both sides. They count as equal, and ought to be named."""
@@ -159,12 +158,12 @@ THE_MODEL = "the model"
 """How a report names a layer that is the model itself."""
 
 RESTING_STEPS = 5
-"""Steps with layers put to rest: a model without its normalisation may diverge, and then rounding grows."""
+"""Steps with layers in evaluation mode: a model without its normalisation may diverge, and then rounding grows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A layer for which the slices of a batch are not the batch."""
+    """A layer for which the slices of a batch are not equivalent to the batch."""
 
     layer: str
     kind: str
@@ -190,7 +189,7 @@ class Dump:
     """Micro-batches in which a pipeline ran each slice; None where it was none."""
 
     suspects: tuple[Mix, ...] = ()
-    """Layers that a trial found to mix the batch, and that are not known for it."""
+    """Layers that a trial found to mix the batch, beyond the known types."""
 
     rank_asked_at: tuple[str, ...] = ()
     """Lines of the script that asked for shoal.rank()."""
@@ -220,7 +219,7 @@ def read_dump(directory: Path) -> Dump | None:
 
 
 class CannotCast(Exception):
-    """Not an error of its own: the script fails in float64. Where it fails in float32 too, `leave()` shows why."""
+    """Internal: the script fails in float64. If it fails in float32 too, `leave()` shows why."""
 
     def __init__(self, leave: Callable[[], Any]) -> None:
         super().__init__()
@@ -236,10 +235,10 @@ class Judged:
     """The spread run set against one reference."""
 
     float64: Comparison
-    """Decides: what is left in float64 is not rounding."""
+    """Decisive: a difference that remains in float64 is not rounding."""
 
     float32: Comparison
-    """Stands beside it, to show what rounding does."""
+    """Shown beside it, for the effect of rounding."""
 
     differing: tuple[Difference, ...]
     """Differences beyond the tolerance in float64. Empty: equal."""
@@ -262,7 +261,9 @@ class VerifyOutcome:
     """Why it did: the layers that were named."""
 
     depends_on_cut: bool
-    """Whole batches give something else, and no named layer explains it: cut in one process, the result is the workers'."""
+    """Whole batches give another result, and no named layer explains it: divided in one process, the
+    result is the workers'.
+    """
 
     rested: Judged | None
     """With named layers: the workers against whole batches, these layers in evaluation mode."""
@@ -285,11 +286,11 @@ class VerifyOutcome:
 
 
 def check(run: ScriptRun, *, num_workers: int, tolerance: float) -> VerifyOutcome:
-    """Run the script spread and in one process, in float64 and float32, and compare.
+    """Run the script distributed and in one process, in float64 and float32, and compare.
 
-    Layers that see a slice and not the batch are compared with one process
-    that runs the slices in turn, and would hide everything else that depends
-    on the cut. So they are put to rest and compared with whole batches too.
+    Layers that see a slice and not the batch are compared with one process that runs the slices in
+    turn, which would hide everything else that depends on the division. So they are also compared
+    with whole batches, with these layers in evaluation mode.
     """
     try:
         spread64 = run("float64", spread=True)
@@ -338,7 +339,7 @@ def check(run: ScriptRun, *, num_workers: int, tolerance: float) -> VerifyOutcom
 def _check_float32(
     run: ScriptRun, failed: CannotCast, *, num_workers: int, tolerance: float
 ) -> VerifyOutcome:
-    """Compare in float32 alone, where the script cannot be cast: what it says then is its own."""
+    """Compare in float32 alone, if the script cannot be cast."""
     try:
         spread = run("float32", spread=True)
     except CannotCast:
@@ -396,7 +397,7 @@ def _at_rest(
 
 
 def judge(float64: Comparison, float32: Comparison, *, tolerance: float) -> Judged:
-    """Tell what differs in float64 from what only hangs on rounding."""
+    """Separate differences in float64 from those that are rounding only."""
     beside = {difference.name: difference for difference in float32.all}
     beyond = float64.beyond(tolerance)
     rounding = [

@@ -205,7 +205,7 @@ def run(
         )
     pool = Pool(
         hosts={bind or "": own, **dict(_amount("--host", each, Amount()) for each in host or ())},
-        # What a quota does not say is not limited.
+        # Resources missing in a quota are not limited.
         quotas=dict(_amount("--quota", each, own * (1 + len(host or ()))) for each in quota or ()),
     )
     Runner(

@@ -23,7 +23,9 @@ EXAMPLES = (
 LEAVE_EXAMPLES = "\b\nExamples:\n  shoal leave click --host 2   its workers go on on the other hosts"
 
 MOVE_TIMEOUT_S = 600.0
-"""For all slots to have moved, or for the other workers to have started. Either goes on when nobody waits for it."""
+"""For all slots to have moved, or for the other workers to have started. Both continue after this
+command gave up waiting.
+"""
 
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="Name or directory of the run.", autocompletion=complete_run)

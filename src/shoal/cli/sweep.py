@@ -1,7 +1,7 @@
 """`shoal sweep`: one `shoal run` per combination of options and script arguments, compared by a metric.
 
-Lists are tried in full, in order. Ranges, and lists with --trials, are sampled by
-Optuna's TPE, an extra that is imported only then.
+Lists are tried in full, in order. Ranges, and lists with --trials, are sampled by Optuna's TPE, an
+optional dependency imported only then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXAMPLES = (
 )
 
 MAX_GRID = 1000
-"""Combinations of lists. Beyond it somebody meant --trials."""
+"""Combinations of lists. Beyond it --trials was probably meant."""
 
 
 _NUMBER = r"([+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|nan))"
@@ -236,7 +236,7 @@ class _Signals:
             signal.signal(number, handler)
 
     def run(self, words: list[str]) -> int:
-        """Exit code of a command, which is ended as it should be where a signal comes."""
+        """Exit code of a command, which is ended in order when a signal comes."""
         self._process = subprocess.Popen(words)
         if self.exit_code:
             self._process.terminate()
@@ -293,7 +293,7 @@ def _check(
 
 
 def _as_options(dimensions: list[Dimension], words: list[str]) -> list[Dimension]:
-    """The dimensions, those that are flags of `shoal run` as such; refuses what `shoal run` would not take."""
+    """The dimensions, with flags of `shoal run` marked as such; refuses options that `shoal run` would not accept."""
     command, given = parse_words(words)
     params = {opt[2:]: param for param in command.params for opt in param.opts if opt.startswith("--")}
     known = [name for name in params if name not in RESERVED and name != "config"]
@@ -422,7 +422,7 @@ def _metrics_there(folder: Path, done: list[SweepTrial]) -> str:
 
 
 def _write(file: Path, metric: str, done: list[SweepTrial], best: SweepTrial | None) -> None:
-    """Whole at any moment: a sweep that is ended keeps what it found."""
+    """Written atomically: an interrupted sweep keeps its results."""
     text = json.dumps(
         {"metric": metric, "best": best.number if best else None, "trials": [asdict(each) for each in done]},
         indent=1,

@@ -47,7 +47,7 @@ MAX_LOG_CHARS = 4000
 """Of the coordinator's last words, where a run ended with it."""
 
 NOT_VERIFIED = ("shard", "snapshot_every")
-"""One process that runs the workers' slices in turn cuts a batch evenly; and nobody goes back to a snapshot."""
+"""One process that runs the workers' slices in turn divides a batch evenly; and it never restores a snapshot."""
 
 
 @takes_parallel_options(but_not=NOT_VERIFIED)

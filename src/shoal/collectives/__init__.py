@@ -1,10 +1,9 @@
-"""`shoal.collectives`: sums, gathers and products over the workers, for schemes of a script's own.
+"""`shoal.collectives`: sums, gathers and products over the workers, for a script's own algorithms.
 
     total = shoal.collectives.all_reduce(gradient, timeout_s=30)
 
-Every rank makes the same calls; in a plain process they give back what they
-were given. Behind them, in this folder: how bytes are added, gathered and
-laid out for it.
+Every rank makes the same calls; in a plain process they return their argument. The other files of
+this folder implement sums, gathers and buffer layout.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "matmul", "reduce
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'shoal.collectives' has no attribute '{name}'")
-    # Not before they are asked for: they load torch, and specs in this folder must not.
+    # Lazy: they load torch, and specs in this folder must not.
     return getattr(importlib.import_module("shoal.collectives.calls"), name)
 
 
 def _run_over_deaths(call: str, number: int, run: Callable[[Any], T], timeout_s: float | None) -> T:
-    # By name: that a call survives deaths is known only further up, and this folder is below.
+    # By name: recovery is implemented in a higher layer, and this folder is below.
     module = importlib.import_module("shoal.train.collective_run")
     return cast(T, module.run_over_deaths(call, number, run, timeout_s))
 

@@ -2,11 +2,10 @@
 
     total = shoal.collectives.all_reduce(gradient, timeout_s=30)
 
-In a plain process each returns what it was given. A rank that dies on its way
-is replaced, and is given what it missed: its script runs from the top, and
-the calls that are over answer from memory. Two ranks that call different
-things, or with different shapes, are told so; with `timeout_s` a rank that
-does not come is named together with the operation.
+In a plain process each returns its argument. A rank that dies on its way is replaced, and catches
+up: its script runs from the top, and finished calls return their logged results. Two ranks that
+make different calls, or with different shapes, get an error; with `timeout_s` a missing rank is
+named together with the operation.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, timeout_s: float | None = Non
     result = collectively(
         call, lambda ranks: operations.all_reduce(ranks, _sent(tensor), op, call), timeout_s
     )
-    return result.to(tensor.device, copy=True)  # what is kept for a replacement must not change
+    return result.to(tensor.device, copy=True)  # the kept result must not change
 
 
 def reduce_scatter(tensor: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Tensor:
@@ -95,9 +94,9 @@ def matmul(
 ) -> Tensor:
     """`a @ b`, each rank computing a part; both are given whole on every rank.
 
-    `cut="blocks"`: row blocks by column blocks over `mesh` (ranks along rows, along columns; found where not given).
-    `cut="inner"`: partial products along the inner dimension, summed. With `gather=False` the result stays sharded:
-    a rank gets its block, or for "inner" its rows.
+    `cut="blocks"`: row blocks by column blocks over `mesh` (ranks along rows, along columns; chosen
+    if not given). `cut="inner"`: partial products along the inner dimension, summed. With
+    `gather=False` the result stays sharded: a rank gets its block, or for "inner" its rows.
     """
     _check(a, "matmul")
     _check(b, "matmul")
@@ -133,7 +132,7 @@ def matmul(
 
 
 def collectively(call: str, run: Callable[[Reducer], T], timeout_s: float | None = None) -> T:
-    """Run something over all ranks, once they agree that it is this; its result must be the same on every rank."""
+    """Run an operation over all ranks, once they agree on it; its result must be equal on every rank."""
     if timeout_s is not None and not timeout_s > 0:
         raise ConfigError(f"{call} was given timeout_s={timeout_s}: it must be above 0 s. Nothing was sent.")
     number = next(_numbers)
@@ -170,5 +169,5 @@ def _check(tensor: Tensor, what: str, op: str | None = None) -> None:
 
 
 def _sent(tensor: Tensor) -> Tensor:
-    # Kept for a replacement, so in host memory; the group of one host's CPUs could not take another.
+    # Kept for a replacement, so in host memory; a CPU-only group could not send another.
     return tensor.detach().cpu()

@@ -44,14 +44,14 @@ class TorchP2P:
         if not tensor.numel():
             return None
         with self._group.during(operation):
-            # As bytes: gloo knows some dtypes only; NCCL knows all of them, and bytes too.
+            # As bytes: gloo supports only some dtypes; NCCL supports all, and bytes too.
             return operation, act(tensor.view(torch.uint8), peer, tag=self._tag)
 
     def wait(self, *works: Any) -> None:
         for work in works:
             if work is not None:
-                # Without a time-out of its own: gloo gives up a send or a receive whose wait was too short. Whoever
-                # waits for the sum looks at the connections meanwhile.
+                # Without a time-out of its own: gloo aborts a send or a receive whose wait was too short.
+                # The thread that waits for the sum checks the connections meanwhile.
                 with self._group.during(work[0]):
                     work[1].wait()
 
@@ -63,7 +63,7 @@ def open_exchange(job: Job, group: Native) -> Reducer:
     group.scatters_rows = job.num_hosts > 1
     placed = placement.of_job(job)
     reducer = _automatic(job, group) if job.exchange == "auto" else _named(job, group)
-    # Of devices that can exchange by themselves, torch's own is the fastest; the others work in the host's memory.
+    # For devices that can exchange directly, torch's own is the fastest; the others work in host memory.
     if placed.accelerator is None or (
         placement.groups_on_devices(job) and job.exchange in ("auto", "native")
     ):

@@ -1,7 +1,7 @@
-"""The collectives that a script may call, over any Reducer; and a matrix product cut over the ranks.
+"""The collectives that a script may call, over any Reducer; and a matrix product divided over the ranks.
 
-Every result is the same on all ranks, bit by bit; the caller cuts out a rank's
-own part. So the result can be given to a replaced worker.
+Every result is equal on all ranks, bit by bit, so that it can be given to a replaced worker; the
+caller takes a rank's own part.
 
 For a product every rank holds both factors and computes its part of the work:
 
@@ -54,7 +54,9 @@ def refuse_different(reducer: Reducer, call: str, number: int) -> None:
 
 
 def _call_of(row: bytes) -> str:
-    """The call a rank described; a rank in another exchange has sent other bytes, and may have spoilt others' descriptions."""
+    """Call that a rank described; a rank in another exchange has sent other bytes, and may have spoilt
+    others' descriptions.
+    """
     said = row[_CHECK_BYTES:].rstrip(b"\0")
     if not said or crc32(said) != int.from_bytes(row[:_CHECK_BYTES], "little"):
         return "is at another place (a step of training, or another call)"
@@ -74,7 +76,7 @@ def all_reduce(reducer: Reducer, tensor: Tensor, op: str, operation: str) -> Ten
 
 
 def broadcast(reducer: Reducer, tensor: Tensor, root: int, operation: str) -> Tensor:
-    """The value of rank `root`: the others add zeros, byte by byte."""
+    """Value of rank `root`: the others add zeros, byte by byte."""
     given = tensor.detach().clone(memory_format=torch.contiguous_format)
     flat = given.reshape(-1).view(torch.uint8)
     if reducer.rank != root:
@@ -84,7 +86,7 @@ def broadcast(reducer: Reducer, tensor: Tensor, root: int, operation: str) -> Te
 
 
 def matmul_mesh(num_ranks: int, num_rows: int, num_columns: int) -> tuple[int, int]:
-    """Ranks along rows and along columns: those for which a rank reads the least of the factors."""
+    """Ranks along rows and along columns: the mesh for which a rank reads the least of the factors."""
     meshes = [(rows, num_ranks // rows) for rows in range(1, num_ranks + 1) if num_ranks % rows == 0]
     return min(meshes, key=lambda mesh: num_rows / mesh[0] + num_columns / mesh[1])
 

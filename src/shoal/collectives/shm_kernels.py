@@ -1,13 +1,11 @@
-"""Compiled kernels of `shm`: put chunks into a ring that peers can read, and add up or copy what every rank has put.
+"""Compiled kernels of `shm`: write chunks into a ring that peers can read, and sum or copy every rank's chunks.
 
-`shm.py` decides how long to wait and lays the memory out: counters, a cache
-line for each, then a ring of chunks for every rank. Here memory is addresses.
-Counters only grow, and each is written by one rank; loads acquire and stores
-release, so what its owner wrote before a counter can be read after it.
+`shm.py` decides how long to wait and lays the memory out: counters, a cache line for each, then a
+ring of chunks for every rank. Here memory is addresses. Counters only grow, and each is written by
+one rank; loads acquire and stores release, so data written before a counter can be read after it.
 
-Everything else is in this one file, because numba looks at a kernel's own file
-to see whether what it kept on disk is still good. Imported where it was
-compiled before or is asked for; until then shm_torch.py adds.
+Everything else is in this one file, because numba checks only a kernel's own file for changes.
+Imported once compiled or requested; until then shm_torch.py sums.
 """
 
 from __future__ import annotations
@@ -123,10 +121,9 @@ def _stream(to: int, source: int, num_bytes: int) -> None:
 
 
 # ---- sums of two ------------------------------------------------------------------------------------
-#
-# Of whole lines at once, written out as vectors: what is added to may be one of the two, which keeps compilers from
-# finding vectors themselves. Every rank runs the same code with the ranks' parts in the same order, so that even the
-# bits of what is not a number are equal.
+# Whole lines at once, written as vectors: the output may be one of the inputs, which prevents
+# auto-vectorization. Every rank runs the same code with the ranks' parts in the same order, so that even
+# the bits of NaNs are equal.
 
 
 def _whole(builder: Builder, a: Value, b: Value) -> Value:
@@ -206,7 +203,7 @@ HAS_HALF = _has_half()
 _add_float32 = _adder(ir.FloatType(), 4, _floating)
 _add_float64 = _adder(ir.DoubleType(), 8, _floating)
 _add_bfloat16 = _adder(ir.IntType(16), 2, _brain)
-_add_float16 = _adder(ir.HalfType(), 2, _half) if HAS_HALF else _add_bfloat16  # then nobody asks for it
+_add_float16 = _adder(ir.HalfType(), 2, _half) if HAS_HALF else _add_bfloat16  # then it is never used
 _add_int8 = _adder(ir.IntType(8), 1, _whole)
 _add_int16 = _adder(ir.IntType(16), 2, _whole)
 _add_int32 = _adder(ir.IntType(32), 4, _whole)
@@ -271,7 +268,7 @@ def _share(ring: Any, rank: int, num_bytes: int) -> Any:
 
 @inlined
 def _put(ring: Any, work: Any) -> bool:
-    """The next chunk into this rank's ring, where everybody has taken what lay there."""
+    """Write the next chunk into this rank's ring, once all ranks have read the previous content."""
     chunk, number = work.put, work.first + work.put
     if chunk == work.num_chunks or number >= _least(ring, 2) + ring.num_chunks:
         return False
@@ -291,7 +288,7 @@ def _put(ring: Any, work: Any) -> bool:
 
 @inlined
 def _sum(ring: Any, work: Any) -> bool:
-    """The next chunk that everybody has put, or this rank's share of it, added up in the order of the ranks."""
+    """Sum the next chunk that all ranks have written, or this rank's share of it, in rank order."""
     chunk, number, rank = work.summed, work.first + work.summed, ring.rank
     if chunk == work.put or _least(ring, 0) <= number:
         return False
@@ -306,14 +303,14 @@ def _sum(ring: Any, work: Any) -> bool:
         begin, end = _share(ring, rank, end), _share(ring, rank + 1, end)
     for at in range(begin, end, _BLOCK):
         size = min(_BLOCK, end - at)
-        # Of the first two, one's own is read where it came from: the same numbers, one place less for the cache to hold.
+        # Of the first two, this rank's own is read from its source: the same numbers, with less cache use.
         total = own + at if rank == 0 else _slot(ring, 0, number) + at
         for other in range(1, ring.num_ranks):
             part = own + at if rank == other == 1 else _slot(ring, other, number) + at
             _add(work.kind, own + at, total, part, size)
             total = own + at
         if work.is_shared:
-            # Where nobody else reads this rank's own part.
+            # Written where no other rank reads this rank's own part.
             _copy(_slot(ring, rank, number) + at, own + at, size)
     work.summed = chunk + 1
     if work.is_shared:
@@ -326,7 +323,7 @@ def _sum(ring: Any, work: Any) -> bool:
 
 @inlined
 def _take(ring: Any, work: Any) -> bool:
-    """The others' shares of the next chunk that everybody has summed."""
+    """Copy the others' shares of the next chunk that all ranks have summed."""
     chunk, number = work.taken, work.first + work.taken
     if chunk == work.summed or _least(ring, 1) <= number:
         return False
@@ -340,15 +337,16 @@ def _take(ring: Any, work: Any) -> bool:
     return True
 
 
-# Plain numbers, which become records inside: numba takes longer to look at a record than all the rest of a small sum.
+# Plain numbers, which become records inside: numba's handling of a record argument takes longer than a
+# small sum.
 _TYPES = (vector(types.int64), vector(types.int64, written=True))
 
 
 @kernel((*_TYPES, INT))
 def advance(ring_numbers: Any, work_numbers: Any, max_looks: int) -> int:
-    """Do what can be done, until the work is DONE or more than `max_looks` in a row were in vain: SOME or NONE of it.
+    """Advance as far as possible, until the work is DONE or `max_looks` polls in a row found nothing: SOME or NONE of it.
 
-    What is near its end goes first: it is still in the cache.
+    Work near its end goes first: it is still in the cache.
     """
     ring, work = ring_numbers.view(RING)[0], work_numbers.view(WORK)[0]
     num_looks, outcome = 0, NONE
@@ -362,7 +360,7 @@ def advance(ring_numbers: Any, work_numbers: Any, max_looks: int) -> int:
 
 @kernel(_TYPES)
 def put_ahead(ring_numbers: Any, work_numbers: Any) -> bool:
-    """Put what there is room for, while works that were started before it are not yet summed; whether that was anything."""
+    """Write as much as there is room for, while earlier works are not yet summed; whether anything was written."""
     ring, work = ring_numbers.view(RING)[0], work_numbers.view(WORK)[0]
     before = work.put
     while _put(ring, work):

@@ -1,8 +1,8 @@
 """Loops of `shm` in torch operations: the sums of shm_kernels.py, to the bit, without a compiler.
 
-Used until the compiled loops are on this machine's disk, and where nothing can
-be kept there. A chunk of 256 KiB takes about as long; a tensor of a few numbers
-some 30 us more. Counters are plain loads and stores, which x86 keeps in order.
+Used until the compiled loops are on this machine's disk, and if nothing can be cached there. A
+chunk of 256 KiB takes about as long; a tensor of a few numbers some 30 us more. Counters are plain
+loads and stores, which x86 keeps in order.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class TorchLoops:
         self._rings = whole[num_counter_bytes:].view(num_ranks, num_chunks, chunk_bytes)
 
     def advance(self, work: Work, max_looks: int) -> int:
-        """Do what can be done, until the work is DONE or more than `max_looks` in a row were in vain: SOME or NONE of it."""
+        """Advance as far as possible, until the work is DONE or `max_looks` polls in a row found
+        nothing: SOME or NONE of it.
+        """
         state, flat = work.state, work.bytes
         num_looks, outcome, num_chunks = 0, layout.NONE, state[_AT["num_chunks"]]
         while state[_TAKEN] < num_chunks and num_looks <= max_looks:
@@ -76,7 +78,7 @@ class TorchLoops:
         return layout.DONE if state[_TAKEN] == num_chunks else outcome
 
     def put_ahead(self, work: Work) -> bool:
-        """Put what there is room for, while works that were started before it are not yet summed; whether that was anything."""
+        """Write as much as there is room for, while earlier works are not yet summed; whether anything was written."""
         state, flat = work.state, work.bytes
         before = state[_PUT]
         while self._put(state, flat):
@@ -84,7 +86,7 @@ class TorchLoops:
         return bool(state[_PUT] > before)
 
     def _put(self, state: NDArray[np.int64], flat: Tensor) -> bool:
-        """The next chunk into this rank's ring, where everybody has taken what lay there."""
+        """Write the next chunk into this rank's ring, once all ranks have read the previous content."""
         chunk = int(state[_PUT])
         number = int(state[_AT["first"]]) + chunk
         if chunk == state[_AT["num_chunks"]] or number >= self._counters[_TAKES].min() + self._num_chunks:
@@ -96,7 +98,7 @@ class TorchLoops:
         return True
 
     def _sum(self, work: Work) -> bool:
-        """The next chunk that everybody has put, or this rank's share of it, added up in the order of the ranks."""
+        """Sum the next chunk that all ranks have written, or this rank's share of it, in rank order."""
         state, flat = work.state, work.bytes
         chunk, rank = int(state[_SUMMED]), self._rank
         number = int(state[_AT["first"]]) + chunk
@@ -120,7 +122,7 @@ class TorchLoops:
             for part in parts[2:]:
                 add(out, part, out=out)
             if is_shared:
-                parts[rank].copy_(out)  # where nobody else reads this rank's own part
+                parts[rank].copy_(out)  # no other rank reads this rank's own part
         state[_SUMMED] = chunk + 1
         if is_shared:
             self._counters[_SUMS, rank] = number + 1
@@ -130,7 +132,7 @@ class TorchLoops:
         return True
 
     def _take(self, state: NDArray[np.int64], flat: Tensor) -> bool:
-        """The others' shares of the next chunk that everybody has summed."""
+        """Copy the others' shares of the next chunk that all ranks have summed."""
         chunk = int(state[_TAKEN])
         number = int(state[_AT["first"]]) + chunk
         if chunk == state[_SUMMED] or self._counters[_SUMS].min() <= number:

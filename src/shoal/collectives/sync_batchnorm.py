@@ -1,9 +1,8 @@
 """Synchronised BatchNorm: mean and variance of the whole batch over all ranks.
 
-torch has one for GPUs alone; this one needs only a sum over the ranks. Forward
-gathers each rank's count, mean and squares about it, backward sums the two
-terms that go through mean and variance. Parameters and buffers keep their
-names: a layer changes its class and nothing else.
+torch has one for GPUs alone; this one needs only a sum over the ranks. Forward gathers each rank's
+count, mean and squared deviations, backward sums the two terms that go through mean and variance.
+Parameters and buffers keep their names: a layer changes its class and nothing else.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class RanksOfBatch:
         """A row of every rank, in their order."""
         rows = torch.zeros(self.num_ranks, mine.numel(), dtype=torch.float64)
         rows[self.rank] = mine
-        self._add_up(rows)  # to nothing but zeros: every row stays what it is
+        self._add_up(rows)  # the others contribute zeros: every row stays unchanged
         return rows
 
     def sum(self, mine: Tensor) -> Tensor:
@@ -113,7 +112,7 @@ class SyncedBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
-            # Without running statistics this normalises what is at hand: an evaluation is not run in step.
+            # Without running statistics this normalises the local batch: ranks do not evaluate in step.
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         out, mean, variance = _Normalised.apply(input, self.weight, self.bias, self.eps, self.ranks)  # type: ignore[no-untyped-call]
@@ -176,8 +175,8 @@ _TAG = 1  # of point-to-point messages: apart from what the exchange of gradient
 class BatchNormRanks(RanksOfBatch):
     """Ranks of the data axes, whose reducer is made anew in every view.
 
-    Not that of the gradients: buckets leave when their gradients are there, which may differ from rank to rank, and sums
-    are matched by their order.
+    Separate from that of the gradients: buckets are sent when their gradients are ready, which may
+    differ between ranks, and collectives are matched by their order.
     """
 
     def __init__(self, job: Job, ranks: Sequence[int], is_broken: Callable[[], bool]) -> None:
@@ -187,7 +186,7 @@ class BatchNormRanks(RanksOfBatch):
         self._view: int | None = None
 
     def enter(self, view: int) -> None:
-        """Before a forward: what was for another view is of no use. Collective in a new one."""
+        """Before a forward: drop the reducer of another view. Collective in a new one."""
         if view == self._view:
             return
         self.leave()

@@ -1,11 +1,9 @@
-"""`ring` exchange over connections of our own, for `--tls`: both ends have a certificate of the job.
+"""`ring` exchange over shoal's own connections, for `--tls`: both ends have a certificate of the job.
 
-Each rank connects to the next one and accepts the one before; sums, broadcasts
-and gathers go around this ring, and a recovering rank fetches its state by a
-connection to its donor. The scheme is that of `schemes/ring.py`, so the bits
-are too. Gloo's group beside it carries the addresses of the listeners, and
-tells by its connections when a peer is lost; nothing of the training goes
-through it.
+Each rank connects to the next one and accepts the previous one; sums, broadcasts and gathers go
+around this ring, and a recovering rank fetches its state by a connection to its donor. The scheme
+is that of `schemes/ring.py`, so the bits are too. Gloo's group beside it carries the addresses of
+the listeners, and its connections show when a peer is lost; no training data goes through it.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ CONNECT_TIMEOUT_S = 20.0
 """For both neighbours of a rank: milliseconds, unless one dies just then."""
 
 MAX_STRANGERS = 64
-"""Connections that have not said who they are. One more, and the oldest is closed."""
+"""Connections that have not identified themselves. One more, and the oldest is closed."""
 
 SEND_BYTES = 1 << 20
 
@@ -63,9 +61,8 @@ class TlsP2P:
         self._in: TlsStream | PlainStream | None = None
         self._pairs: dict[int, TlsStream | PlainStream] = {}  # beside the ring, by rank
         self._number = 0  # of this ring; the same on all ranks
-        self._pair_timeout_s = (
-            job.liveness.step_timeout_s
-        )  # a donor gives its state to one rank after the other
+        # A donor gives its state to one rank after the other.
+        self._pair_timeout_s = job.liveness.step_timeout_s
         try:
             self._seats = self._gather_seats(job)
             self._connect_ring()
@@ -114,7 +111,7 @@ class TlsP2P:
         return stream
 
     def shut(self) -> None:
-        """End all connections; a thread of ours that waits in one gets PeerLost."""
+        """End all connections; a thread that waits in one gets PeerLost."""
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
@@ -287,7 +284,7 @@ class TlsRing(Threaded):
         self._p2p.receive_from(rank, tensor)
 
     def close(self) -> None:
-        """End the thread and its connections; a peer that waits for this rank learns of it."""
+        """End the thread and its connections; a peer that waits for this rank notices."""
         self._p2p.shut()
         super().close()
         self._thread.join()

@@ -1,8 +1,8 @@
 """Waits of torch's own collectives as spans: gathers of fsdp, sums of tp, sends of pp.
 
-Torch runs them within forward and backward, where the loop records compute. Every wait of a
-host for one of them goes through `Work.wait`, or through `wait_tensor` where DTensor started it;
-both are wrapped once a process. What runs on a device while the host goes on is not seen here.
+Torch runs them within forward and backward, where the loop records compute. Every wait of a host
+for one of them goes through `Work.wait`, or through `wait_tensor` if DTensor started it; both are
+wrapped once a process. Device work in parallel to the host is not visible here.
 """
 
 from __future__ import annotations

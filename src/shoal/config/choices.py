@@ -1,10 +1,9 @@
 """Named choices of the command line: exchanges, compressors, outer optimizers, schedules, BatchNorm modes, shardings.
 
-One `Choice` holds everything that is known about a name: how it is typed, its
-line of help, its settings and the object that implements it. Parser, help
-text, checks and the documentation's tables derive from it. Torch-free: the
-implementation is "module:name", imported when the choice is used, so a new
-compressor is one new file and one line here (docs/adr/0017).
+One `Choice` holds everything about a name: its syntax, its line of help, its settings and its
+implementation. Parser, help text, checks and the documentation's tables derive from it. Torch-free:
+the implementation is "module:name", imported when the choice is used, so a new compressor is one
+new file and one line here (docs/adr/0017).
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Registry(dict[str, C], Generic[C]):
         """The choice and its settings, defaults filled in; ConfigError for an unknown name or setting."""
         name, _, rest = text.partition(":")
         if name not in self:
-            from difflib import get_close_matches  # not where nothing is misspelt: it takes milliseconds
+            from difflib import get_close_matches  # imported only for a misspelt name: it takes milliseconds
 
             guess = get_close_matches(name, self, n=1)
             hint = f"Did you mean '{guess[0]}'? " if guess else ""
@@ -290,8 +289,9 @@ SHARD_KINDS = tuple(dict.fromkeys(form.partition("=")[0] for form in SHARD_FORMS
 MEASURED = "measured"
 
 DRAIN_SLOWER_THAN = 8.0
-"""Times slower than the others that a worker may be before it is drained. One four times slower still does a quarter of a worker's work; one
-eight times slower hardly helps, and its gradients are of weights that are long gone."""
+"""Slowdown against the others at which a worker is drained. One four times slower still does a quarter
+of a worker's work; one eight times slower hardly helps, and its gradients are of outdated weights.
+"""
 
 
 class ShardForm(NamedTuple):

@@ -22,19 +22,19 @@ Measured = Mapping[int, Mapping[int, Mapping[str, float]]]
 """Seconds by number of workers, bytes and exchange."""
 
 ON_ONE_HOST, ON_SEVERAL, ONE_EACH = "shm", "hierarchical", "native"
-"""Without a measurement, at every size: on one host, on several, and where no host has two workers to sum between.
+"""Without a measurement, at every size: on one host, on several, and if no host has two workers to sum between.
 
-benchmarks/results/README.md has what that rests on.
+benchmarks/results/README.md has the measurements behind it.
 """
 
 WORTH_IT = 0.85
 """Of the built-in choice's time: another exchange is taken where it needed less. Less would be noise."""
 
 ORDERED = ("x86_64", "AMD64")
-"""Processors that `shm` has run on. Its counters order reads and writes on others too, but nobody has tried."""
+"""Processors that `shm` was tested on. Its counters order reads and writes on others too, but that is untested."""
 
 IN_MEMORY = ("shm", "native")
-"""Exchanges that may be under way at once. Of the others, which share the group's connections, a rule holds one at most."""
+"""Exchanges that may run concurrently. Of the others, which share the group's connections, a rule holds one at most."""
 
 TABLE = "exchange.json"
 
@@ -55,7 +55,7 @@ def built_in(*, num_workers: int, num_hosts: int, processor: str) -> str:
 
 
 def choose(measured: Measured, *, num_workers: int, num_hosts: int, processor: str) -> str:
-    """The rule for a job. What was measured on one host says nothing about several."""
+    """The rule for a job. Measurements on one host do not apply to several."""
     usual = built_in(num_workers=num_workers, num_hosts=num_hosts, processor=processor)
     if num_hosts > 1 or num_workers == 1 or not measured:
         return usual
@@ -124,7 +124,7 @@ def read(table: Path) -> dict[int, dict[int, dict[str, float]]]:
             for workers, by_size in held["workers"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # a cache: without it there is a choice, too
+        return {}  # a cache: without it the built-in choice applies
 
 
 def write(table: Path, measured: Measured) -> bool:

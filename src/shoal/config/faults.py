@@ -2,9 +2,9 @@
 
     Faults().kill("worker-1", at_step=30).pause("worker-0", at_step=50, for_s=3).kill("coordinator", at_step=20)
 
-A worker does it to itself, at a failpoint, so a step is met exactly. What
-comes by the clock, and all that happens to coordinator and servers by step,
-is the supervisor's to do when it hears of it; `Injector` tells it what is due.
+A worker injects its own faults, at a failpoint, so a step is met exactly. The supervisor injects
+faults by the clock, and all faults of coordinator and servers by step, when the step is reported;
+`Injector` tells it what is due.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ACTS = ("kill", "pause", "slow", "exit", "raise")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that is to go wrong, once."""
+    """One fault, injected once."""
 
     act: str
     """"kill" (SIGKILL), "pause" (SIGSTOP), "slow", "exit" or "raise"."""

@@ -1,8 +1,8 @@
-"""Launch configuration: LaunchConfig as the user asks for it, RunConfig as config.json keeps it.
+"""Launch configuration: LaunchConfig as the user requests it, RunConfig as config.json keeps it.
 
-A LaunchConfig refuses at birth what its values alone tell cannot work; whether
-the script or a directory exists is checked in `cluster/launch/api.py`. A
-RunConfig is enough to launch the job again.
+A LaunchConfig refuses at construction what its values alone show to be impossible;
+`cluster/launch/api.py` checks whether the script or a directory exists. A RunConfig is enough to
+launch the job again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_RESTARTS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenOption:
-    """One option of `shoal run`, and who said so."""
+    """One option of `shoal run`, and its origin."""
 
     value: bool | int | float | str | None
     """As it was resolved."""
@@ -48,7 +48,7 @@ class GivenOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig(ParallelOptions):
-    """One job, as its user asked for it. Refuses at birth what cannot be meant."""
+    """One job, as its user requested it. Refuses invalid values at construction."""
 
     script: str
     """Path of the Python file to run."""
@@ -109,10 +109,12 @@ class LaunchConfig(ParallelOptions):
     """etcd://h1:2379,h2:2379,h3:2379, where another host takes over by itself when the head is lost. None: none does."""
 
     min_workers: int | None = None
-    """Go on with fewer workers, at least so many, where a host was lost and no other has room. None: wait for a host."""
+    """Continue with fewer workers, at least this many, if a host was lost and no other has capacity.
+    None: wait for a host.
+    """
 
     oversubscribe: bool = False
-    """Start it also where this machine seems too small for so many processes."""
+    """Start it even if this machine seems too small for this many processes."""
 
     resume: bool = False
     """Go on from the newest checkpoint of the run directory, which must exist. See `resume_config`."""
@@ -150,7 +152,7 @@ class LaunchConfig(ParallelOptions):
             object.__setattr__(self, "workers", 1)
         elif self.tasks:
             object.__setattr__(self, "tasks", 0)
-        self.liveness  # refuses time-outs that are none  # noqa: B018
+        self.liveness  # validates the time-outs  # noqa: B018
         if self.debug_rank is not None and not 0 <= self.debug_rank < self.workers:
             raise ConfigError(
                 f"--debug-rank {self.debug_rank} is none of the {self.workers} workers: their ranks are 0 to {self.workers - 1}. "
@@ -205,7 +207,7 @@ class LaunchConfig(ParallelOptions):
             self.faults.check(num_workers=self.workers, num_servers=self.num_servers)
 
     def notes(self) -> list[str]:
-        """Said at the start: options without effect, and placements that cost more than they must."""
+        """Notes at the start: options without effect, and placements that cost more than they must."""
         return [*self._ineffective(), *self._tp_between_hosts(), *self._copies_on_one_host()]
 
     def _copies_on_one_host(self) -> list[str]:
@@ -238,7 +240,7 @@ class LaunchConfig(ParallelOptions):
         ]
 
     def _ineffective(self) -> list[str]:
-        """Options that have no effect in one process, where a sweep over -n begins or a resumed run ends."""
+        """Options without effect in one process, where a sweep over -n begins or a resumed run ends."""
         asked = [f"--exchange {self.exchange}"] if self.exchange != "auto" else []
         asked += [f"--compress {self.compress}"] if self.compress != "none" else []
         chosen = strategies.choose(self.strategy, self.workers)
@@ -441,7 +443,7 @@ class RunConfig(ParallelOptions):
     """Hosts as they were asked for: those of a job that another host takes over."""
 
     min_workers: int | None = None
-    """How few workers may go on where a host was lost."""
+    """Smallest number of workers with which the job continues after the loss of a host."""
 
     oversubscribe: bool = False
     """Whether more workers than cores were wanted."""

@@ -1,7 +1,8 @@
 """Liveness of a job's processes: the heartbeat, and the silence after which a process is suspected or given up.
 
-Every time-out that means "this process may be dead" is here and is carried from the launch to the supervisor, the
-coordinator, the servers and the workers. Polling intervals and time-outs of single operations stay beside their owner.
+Every time-out that means "this process may be dead" is here and is passed from the launch to the
+supervisor, the coordinator, the servers and the workers. Polling intervals and time-outs of single
+operations stay beside their owner.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessConfig:
-    """Heartbeat interval, and how long each silence is tolerated.
+    """Heartbeat interval, and the tolerated length of each silence.
 
-    A worker sends no heartbeats of its own: its supervisor sees it die, and one that lives in silence is noticed by
-    those that wait for it.
+    A worker sends no heartbeats of its own: its supervisor sees it die, and a live but silent one
+    is noticed by the ranks that wait for it.
     """
 
     heartbeat_interval_s: float = 2.0
@@ -29,10 +30,10 @@ class LivenessConfig:
     """The same for a rank that is missed at a call into shoal, and for a server that never joined."""
 
     coordinator_dead_after_s: float = 15.0
-    """Silence of the coordinator after which the supervisor kills and restarts it. Starting it again costs nobody anything."""
+    """Silence of the coordinator after which the supervisor kills and restarts it. A restart costs the job nothing."""
 
     coordinator_grace_s: float = 5.0
-    """After its own restart the coordinator suspects nobody for so long: it has not heard anybody yet."""
+    """Time after its own restart in which the coordinator suspects nobody: it has not heard from any process yet."""
 
     reconnect_timeout_s: float = 30.0
     """A worker or server that cannot reach the coordinator for so long gives up. A restarted one is back within a second."""

@@ -1,6 +1,6 @@
 """`shoal.rank()` and `shoal.num_workers()`.
 
-A process that nobody launched is rank 0 of 1, and says so without loading the options of a job.
+A process without a launcher is rank 0 of 1, and returns it without loading the options of a job.
 """
 
 from __future__ import annotations

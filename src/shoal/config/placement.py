@@ -1,8 +1,8 @@
 """Device placement: a device for each worker of a host, from `--device` and the visible accelerators.
 
-Pure and torch-free, but for `of_job` at the end, which asks torch for the
-visible devices. All workers of a host see the same devices and so come to the
-same placement, each for all of them: that is how they agree on the exchange.
+Pure and torch-free, but for `of_job` at the end, which asks torch for the visible devices. All
+workers of a host see the same devices and compute the same placement, each for all of them: that is
+how they agree on the exchange.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ AUTO = "auto"
 CPU = "cpu"
 
 TAKES_TURNS = "cuda"
-"""Workers that share one of these can exchange as if each had its own: slowly, for trying out a cut (NCCL)."""
+"""Accelerators on which workers that share one can still exchange as if each had its own: slowly, for
+trying a partition (NCCL).
+"""
 
 KINDS = (AUTO, CPU, "cuda", "xpu", "mps", "mtia", "hpu", "npu")
 
@@ -230,7 +232,7 @@ def of_job(job: Job, said: str | None = None) -> DevicePlacement:
         said if said is not None else job.device, job.num_workers, job.soft_placement, job.rank_hosts
     )
     if placed.is_mixed and strategies.parse(job.strategy).base == "mesh":
-        # Only --soft-placement comes here: what was asked for by name has been refused.
+        # Only --soft-placement comes here: a device requested by name has been refused.
         note = (
             f"all workers compute on the CPU: the parts of '{job.strategy}' have to be on devices of one kind"
         )
@@ -239,17 +241,18 @@ def of_job(job: Job, said: str | None = None) -> DevicePlacement:
 
 
 def groups_on_devices(job: Job) -> bool:
-    """Whether the workers' accelerators exchange by themselves: each has its own, or they were told to."""
+    """Whether the workers' accelerators exchange directly: each has its own, or the user requested it."""
     placed = of_job(job)
     if placed.accelerator is None or placed.is_mixed:
         return False
-    # Two that take turns on a device are faster through the host's memory; a mesh has no way through it.
+    # Two that share a device are faster through host memory; a mesh has no path through it.
     is_told = job.exchange == "native" or strategies.parse(job.strategy).base == "mesh"
     return placed.has_own_devices or (is_told and placed.accelerator == TAKES_TURNS)
 
 
 @functools.lru_cache(maxsize=8)
 def _placed(said: str, num_workers: int, is_soft: bool, homes: tuple[int, ...]) -> DevicePlacement:
-    # What is visible does not change in a process's life; and without a wish for a device torch need not be asked.
+    # Visible devices do not change in a process's life; and torch need not be asked unless a device is
+    # requested.
     visible = {} if said == CPU else visible_devices()
     return place(said, num_workers=num_workers, visible=visible, is_soft=is_soft, homes=homes)

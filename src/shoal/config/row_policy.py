@@ -21,8 +21,8 @@ MOST_SIGHTINGS = (1 << 24) - 1
 class RowPolicy:
     """Admission and eviction of rows. A sighting of an id is an update of the table that has a gradient for it.
 
-    Decided by the updates alone (but for `ttl_s`), slot by slot, so the same rows are there at any number of servers and after any
-    death.
+    Decided by the updates alone (except `ttl_s`), slot by slot, so the same rows exist at any
+    number of servers and after any death.
     """
 
     admit_after: int = 1

@@ -1,9 +1,8 @@
 """Strategies by name: the registry, the grammar of names, and the axes of a mesh.
 
-Torch-free, so that the command line refuses a misspelt name, or degrees that
-do not multiply to the number of workers, before anything starts;
-`shoal.parallel.create` builds what a name stands for. Axes are ordered
-`pp, dp, fsdp, tp` from the outside in: ranks that talk most are neighbours.
+Torch-free, so that the command line refuses a misspelt name, or degrees that do not multiply to the
+number of workers, before anything starts; `shoal.parallel.create` builds a strategy. Axes are
+ordered `pp, dp, fsdp, tp` from the outside in: ranks that communicate most are neighbours.
 """
 
 from __future__ import annotations
@@ -213,7 +212,7 @@ def fill_axes(axes: Axes, num_workers: int, name: str) -> Axes:
 
 
 class StrategyName(NamedTuple):
-    """A strategy's name, taken apart."""
+    """A strategy's name, parsed."""
 
     base: str
     """"single", "ddp", "mesh" or "ps"."""
@@ -249,7 +248,7 @@ def find(strategy: str) -> tuple[StrategyChoice, int | None]:
 
 
 def parse(strategy: str) -> StrategyName:
-    """The parts of a name; UnknownStrategy, with a guess, where it means nothing."""
+    """Parts of a name; UnknownStrategy, with a suggestion, for an unknown one."""
     strategy = strategy.lower()  # DDP, FSDP
     choice, bound = find(strategy)
     if choice.base == "mesh":

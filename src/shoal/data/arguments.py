@@ -90,7 +90,7 @@ def by_name(what: str, value: Any) -> dict[str, Any]:
 
 
 def skipping(caller: str, on_error: Any, max_skips: Any) -> tuple[OnError, int | None]:
-    """`on_error=` and its budget, checked. `caller` is "map", or "" for a constructor."""
+    """`on_error=` and its budget, validated. `caller` is "map", or "" for a constructor."""
     named = f"{caller}(%s=)" if caller else "%s="
     if on_error not in ("raise", "skip"):
         raise ConfigError(f"{named % 'on_error'} is 'raise' or 'skip', got {shown(on_error)}")
@@ -104,6 +104,6 @@ def skipping(caller: str, on_error: Any, max_skips: Any) -> tuple[OnError, int |
 
 
 def shown(value: Any) -> str:
-    """A value for a message: on one line, cut short where it is long."""
+    """A value for a message: on one line, truncated if long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,6 +1,6 @@
 """Batches of a dataset, as fit, evaluate and predict read them.
 
-Knows no source. A feed cuts epochs into slices; here come the stages after
+Independent of the source. A feed divides epochs into slices; this module has the stages after
 batching, and plain iteration in one process.
 """
 
@@ -124,13 +124,13 @@ class Batches:
         return Batches(self._feed.sharded(plan), self._stages)
 
     def shard_unless_said(self, text: str) -> Batches:
-        """Cut over the workers as `--shard` says, where the script says nothing."""
+        """Divide over the workers as `--shard` says, unless the script sets it."""
         if self.sharding.name:
             return self
         return Batches(self._feed.sharded(ShardPlan.parse(text)), self._stages)
 
     def loads(self, *, epoch: int, start: int, num_workers: int) -> Loads:
-        """Of shard("balanced"): how even it cuts the first batches from `start` on."""
+        """For shard("balanced"): how even the first batches from `start` on are."""
         assert isinstance(self._feed, IndexedFeed)  # others have no costs
         return self._feed.loads(epoch=epoch, start=start, num_workers=num_workers)
 
@@ -140,7 +140,7 @@ class Batches:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in an epoch; None for a stream, whose end shows when it is read, and where there is no end."""
+        """Samples in an epoch; None for a stream, whose length only shows when it is read, and for endless data."""
         return self._feed.num_samples
 
     @property
@@ -170,7 +170,7 @@ class Batches:
         return [plan.export_state(position) for plan in self._plans()]
 
     def import_streams(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Read on as a checkpoint says."""
+        """Continue streams at the offsets of a checkpoint."""
         import_plans(self._plans(), states)
 
     def _plans(self) -> list[StreamPlan]:
@@ -194,7 +194,7 @@ class Batches:
         """
         slices = self._feed.slices(epoch=epoch, start=start, rank=rank, num_workers=num_workers, stop=stop)
         stages: list[Callable[[Iterator[Slice]], Iterator[Slice]]] = list(self._stages)
-        if self._is_pinned:  # in the thread that reads ahead where there is one: it has the time
+        if self._is_pinned:  # in the read-ahead thread if there is one: it has time to spare
             reads_ahead = bool(stages) and isinstance(stages[-1], _Prefetch)
             stages.insert(len(stages) - reads_ahead, pinned)
         for stage in stages:
@@ -247,7 +247,7 @@ class Batches:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Sizes, seeds and stages, fit for JSON: two that differ here are not the same data."""
+        """Sizes, seeds and stages, as JSON values: data that differ here are different data."""
         described = self._feed.describe()
         described["after_batch"] = [stage.describe() for stage in self._stages]
         return {"num_samples": self.num_samples, **described}
@@ -274,10 +274,9 @@ class Batches:
 
 
 def as_batches(data: Any, *, default_seed: int) -> Batches:
-    """Batches of the argument of fit, evaluate or predict: Batches as they are, a DataLoader as the batches it stands for.
+    """Batches of the argument of fit, evaluate or predict: Batches as they are, a DataLoader as its equivalent batches.
 
-    `default_seed` seeds what the loader would have drawn at random. Anything
-    else is refused with what to do about it.
+    `default_seed` replaces the loader's own random seed. Any other type is refused with advice.
     """
     if isinstance(data, Batches):
         return data
@@ -297,7 +296,7 @@ def as_batches(data: Any, *, default_seed: int) -> Batches:
 
 
 class _Stage(Protocol):
-    """Something done to slices after batching."""
+    """An operation on slices after batching."""
 
     def __call__(self, slices: Iterator[Slice]) -> Iterator[Slice]: ...
 
@@ -324,7 +323,8 @@ class _MapBatches:
     def _refuse_lost_rows(self, part: Slice, batch: Tree) -> None:
         num_rows = max(part.num_local, 1)
         given, got = ([tensor for tensor in tensors(tree) if tensor.dim()] for tree in (part.batch, batch))
-        # A batch of a loader's own may hold tensors of other lengths; one of which none has a row per sample has lost some.
+        # A loader's own batch may hold tensors of other lengths; without any tensor of a row per sample,
+        # rows cannot be dropped.
         if (
             all(len(tensor) == num_rows for tensor in given)
             and got

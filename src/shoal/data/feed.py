@@ -1,8 +1,8 @@
-"""Feeds: an epoch cut into global batches, and each of them over the workers.
+"""Feeds: an epoch divided into global batches, and each of them over the workers.
 
-Pure but for the reading itself: which worker reads which positions follows
-from (sizes, epoch, start, rank, number of workers) alone, so a run may go on
-from any position at any number of workers.
+Pure but for the reading itself: which worker reads which positions follows from (sizes, epoch,
+start, rank, number of workers) alone, so a run may continue from any position at any number of
+workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCK = 8192  # positions permuted at once: 20 ns each, against 55 when 1,024 a
 
 
 class Feed(Protocol):
-    """Global batches of an epoch, cut over the workers: what `Batches` reads."""
+    """Global batches of an epoch, divided over the workers: read by `Batches`."""
 
     seed: int
     """Seed that random draws within a batch are mixed from."""
@@ -163,7 +163,7 @@ class IndexedFeed:
     """
 
     _announces = True
-    """Announce to the source what will be read next; useless where another process reads it."""
+    """Announce the next reads to the source; useless if another process reads it."""
 
     def __init__(self, reader: Reader, order: Order, cut: BatchCut) -> None:
         self._reader, self._order, self._cut = reader, order, cut
@@ -222,7 +222,7 @@ class IndexedFeed:
                 "rest out. Nothing was read; make the batch smaller, or keep the last one with drop_last=False."
             )
         batches = self._cut.batches(num_samples, epoch=epoch, start=start, num_workers=num_workers)
-        if stop is not None:  # what reads ahead must not read what somebody else trains
+        if stop is not None:  # prefetching must not read data that another worker trains
             batches = itertools.takewhile(lambda batch: batch[0] < stop, batches)
         shares = (
             BatchShare.of(begin, end, rank, num_workers, self.sharding, epoch) for begin, end in batches
@@ -250,10 +250,10 @@ class IndexedFeed:
         return (self._slice(share, self._reader.read(request)) for share, request in requests)
 
     def _slice(self, share: BatchShare, reading: Reading) -> Slice:
-        """The slice of a share that has been read, as far as it can be."""
+        """Slice of a share that has been read, without its bad samples."""
         if not reading.skipped:
             return make_slice(share, reading.request, reading.batch)
-        if share.num_local:  # a borrowed sample is another rank's to skip
+        if share.num_local:  # a borrowed sample is its owner's to skip
             self.skips.record(reading.skipped)
         if reading.batch is None:
             lent = self._borrow(share, reading.request.epoch)
@@ -269,7 +269,7 @@ class IndexedFeed:
         return replace(left, num_local=len(places), num_asked=share.num_local, places=places)
 
     def _borrow(self, share: BatchShare, epoch: int) -> Reading:
-        """Some sample that can be read, for a rank whose own are all bad: the next one in the epoch."""
+        """A readable sample for a rank whose own are all bad: the next one in the epoch."""
         num_samples = self._order.length(epoch)
         for number in range(num_samples):
             at = (share.end + number) % num_samples
@@ -282,7 +282,7 @@ class IndexedFeed:
         )
 
     def _locate(self, shares: Iterable[BatchShare], epoch: int) -> Iterator[tuple[BatchShare, ReadRequest]]:
-        """The indices behind the positions; for many batches at once where that is cheaper."""
+        """Indices of the positions; for many batches at once if that is cheaper."""
         if not self._order.is_computed:
             for share in shares:
                 indices = self._order.indices(range(share.begin, share.end), epoch)

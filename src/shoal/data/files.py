@@ -1,11 +1,10 @@
-"""Files: finding, reading and opening, in one place for all sources, and facts about them that take a pass to find.
+"""Files: finding, reading and opening, in one place for all sources, and derived facts that take a pass to compute.
 
-`Files` finds, reads and opens; `SharedFiles` does so where every host sees the
-same paths: plain system calls for local ones, fsspec for URLs. A file that is
-not what it was when it was found is refused, so that no epoch mixes two
-versions of it. Facts (where lines end, how many rows a condition keeps) are
-kept by the identity of the files: in this process, and in a launched job in
-its scratch directory, where the other workers of a host find them.
+`Files` finds, reads and opens; `SharedFiles` does so where every host sees the same paths: plain
+system calls for local ones, fsspec for URLs. A file that has changed since it was found is refused,
+so that no epoch mixes two versions of it. Facts (line ends, number of rows that a condition keeps)
+are kept by the identity of the files: in this process, and in a launched job in its scratch
+directory, where the other workers of a host find them.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ class FileInfo(NamedTuple):
 
 
 class Files(ABC):
-    """Finding and reading files. Without a word on it every host has all of them at hand."""
+    """Finding and reading files. By default every host has all of them."""
 
     @abstractmethod
     def expand(self, where: Where, endings: Sequence[str] = ()) -> list[FileInfo]:
-        """The files behind paths, patterns, directories and URLs; never none.
+        """Files behind paths, patterns, directories and URLs; never none.
 
-        What one pattern or directory gives is sorted; of a directory, what has
-        one of the `endings`, also further down, and hidden names not.
+        Files of one pattern or directory are sorted; a directory gives files with one of the
+        `endings`, recursively, without hidden names.
         """
 
     @abstractmethod
@@ -70,10 +69,10 @@ class Files(ABC):
         """A file to read and seek in, buffered."""
 
     def narrow(self, url: str, ranges: Iterable[tuple[int, int]]) -> None:  # noqa: B027  may make no difference
-        """Only these ranges of a file's bytes will be read from now on."""
+        """Restrict future reads of a file to these byte ranges."""
 
     def stage(self) -> None:  # noqa: B027  may make no difference
-        """Copy what will be read to this host, before anything is read."""
+        """Copy all files to this host, before anything is read."""
 
     def is_here(self, url: str) -> bool:
         """True where this host has the file itself, and others may not."""
@@ -81,7 +80,7 @@ class Files(ABC):
 
 
 class SharedFiles(Files):
-    """Files that every host sees at the same place. Remembers what it found, to refuse what has changed."""
+    """Files that every host sees at the same place. Records what it found, to refuse changed files."""
 
     def __init__(self) -> None:
         self._found: dict[str, FileInfo] = {}
@@ -103,7 +102,7 @@ class SharedFiles(Files):
         return found
 
     def remember(self, info: FileInfo) -> None:
-        """Refuse this file from now on where it is not so any more."""
+        """Record a file's present state; refuse it if it changes."""
         self._found[info.url] = info
 
     def read(self, url: str, begin: int, end: int) -> bytes:
@@ -177,7 +176,7 @@ class SharedFiles(Files):
 
 
 def in_threads(fn: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """`fn` of each; several at a time, for reading waits for disks and networks."""
+    """`fn` of each; several at a time, since reads wait for disks and networks."""
     if len(items) < 2:
         return [fn(item) for item in items]
     with ThreadPoolExecutor(min(_NUM_THREADS, len(items)), thread_name_prefix="shoal-files") as pool:
@@ -253,7 +252,7 @@ def _expand_url(url: str, endings: Sequence[str]) -> list[FileInfo]:
     except OSError as error:
         raise NoFiles(where=url, problem=_reason(error)) from error
     found = [_remote_info(full(name), infos[name]) for name in sorted(infos)]
-    # A listing may say less than asking for one file does.
+    # A listing may have fewer details than a request for one file.
     return [
         info if info.stamp else _remote_info(info.url, system.info(name))
         for info, name in zip(found, sorted(infos), strict=True)
@@ -294,14 +293,14 @@ def _remote_info(url: str, info: dict[str, Any]) -> FileInfo:
     stamp = next((info[name] for name in stamps if info.get(name) is not None), "")
     if hasattr(stamp, "timestamp"):
         stamp = stamp.timestamp()
-    # A listing may give the number and asking for the file the date, of one and the same time.
+    # A listing may give a number and a file's request a date, for the same time.
     stamp = f"{stamp:.6f}" if isinstance(stamp, float) else str(stamp)
     return FileInfo(url, int(info.get("size") or 0), stamp)
 
 
 @contextlib.contextmanager
 def _foreign_errors() -> Iterator[None]:
-    """Errors of a store's client as OSError: botocore's and Google's are of classes of their own."""
+    """Convert errors of a store's client to OSError: botocore's and Google's have classes of their own."""
     try:
         yield
     except (OSError, ShoalError):
@@ -325,7 +324,7 @@ _known: OrderedDict[str, Any] = OrderedDict()
 
 
 def identity_of(files: Iterable[FileInfo], **options: Any) -> str:
-    """A name that changes when the files do, or the way they are read."""
+    """Hash that changes with the files, or with the way they are read."""
     said = json.dumps([[list(info) for info in files], options], sort_keys=True, default=str)
     return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
@@ -347,7 +346,7 @@ def remembered(identity: str, find_out: Callable[[], Any]) -> Any:
 def _in_the_job(identity: str, find_out: Callable[[], Any]) -> Any:
     path = scratch.directory("tables") / f"{identity}.json"
     with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process, however that ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, in any way
         if path.exists():
             return json.loads(path.read_text())
         found = find_out()

@@ -123,10 +123,10 @@ class ClickLog:
         self.sizes = column_sizes(num_ids)
         self._ids = _ZipfColumns(self.sizes, zipf, key=mix(seed, 1))
         self._numeric_key, self._weight_key, self._coin_key = (mix(seed, what) for what in (2, 3, 4))
-        # Most ids of a large column are seen once or never: what they weigh cannot be learnt, so let it be little.
+        # Most ids of a large column occur once or never: their weights cannot be learnt, so they are small.
         self._column_scale = self.sizes[:, None] ** -_DAMPING
         self._numeric_weights = bell(bits(mix(seed, 5), np.arange(NUM_DENSE)))
-        # The samples to calibrate on lie before the log's first, so that no sample is its own yardstick.
+        # Calibration samples precede the log's first, so that no sample calibrates itself.
         raw = self._raw_logit(*self._features(np.arange(-4 * _BLOCK, 0)))
         self._stretch = _LOGIT_SPREAD / float(raw.std())
         self._shift = _intercept(self._stretch * raw, _LABEL_RATE)
@@ -181,7 +181,7 @@ class _ZipfColumns:
         self._key = key
         self._sizes = sizes[:, None]
         self._starts = (np.cumsum(sizes) - sizes)[:, None]
-        # Popular ids would be neighbours: steps of a golden section spread them, and meet every row once.
+        # Popular ids would be neighbours: steps of a golden section spread them, and visit every row once.
         self._strides = np.array([_coprime_near(size, 0.618 * size) for size in sizes.tolist()])[:, None]
         self._exponent = 1.0 - zipf
         self._reach = (self._sizes + 1.0) ** self._exponent - 1.0

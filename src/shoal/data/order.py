@@ -1,9 +1,8 @@
 """Orders: the sample at each position of an epoch, as a function (position, epoch) -> index of the source.
 
-Shuffles, ranges, parts of a split, filters and repetitions, each built on the
-order before it. A shuffle is computed and never stored, so any position can be
-asked for first. Nothing here reads a sample; what a filter keeps is held in a
-bitmap of two bits per position.
+Shuffles, ranges, parts of a split, filters and repetitions, each built on the order before it. A
+shuffle is computed and never stored, so any position can be read first. Nothing here reads a
+sample; a filter's selection is a bitmap of two bits per position.
 """
 
 from __future__ import annotations
@@ -177,7 +176,7 @@ Indices = range | NDArray[np.int64] | list[Any]
 """Indices of a source; a list where a foreign sampler names its samples by something else than integers."""
 
 ENDLESS = 1 << 62
-"""Samples of an epoch without an end: more than anybody will read."""
+"""Samples of an endless epoch: more than are ever read."""
 
 _SPLIT = 0x53504C4954  # keeps split(seed=0) and shuffle(seed=0) from being one permutation
 
@@ -214,7 +213,7 @@ class Order(ABC):
     """True where a position holds another sample in another epoch."""
 
     changes_set = False
-    """True where an epoch holds other samples than another: a few of a shuffled dataset, say."""
+    """True if epochs hold different samples: for example a few of a shuffled dataset."""
 
     length_varies = False
     """True where an epoch holds more samples than another."""
@@ -223,7 +222,7 @@ class Order(ABC):
     """True where an epoch has no end."""
 
     is_counted = True
-    """False where somebody has to read before it is known how many samples there are."""
+    """False if the number of samples is only known after reading."""
 
     @property
     def num_samples(self) -> int:
@@ -344,7 +343,7 @@ class SplitPart(DerivedOrder):
     def _within(self, moved: Positions) -> Positions:
         if self.split_seed is None:
             return moved
-        # No epoch here: a sample must stay on its side of the split for ever.
+        # No epoch here: a sample must stay on its side of the split in every epoch.
         return Permutation(self.parent.num_samples, seed=mix(_SPLIT, self.split_seed))(as_array(moved))
 
 
@@ -393,9 +392,9 @@ class Window(DerivedOrder):
 class Kept(DerivedOrder):
     """Another order without some of its samples; the others stay in their order.
 
-    Who asks for the length or the first index has them chosen. Where the order
-    before varies (a shuffle), so do the positions that are kept, and those of
-    the epoch at hand are remembered beside those of the first.
+    The selection is computed at the first request for the length or an index. If the previous order
+    varies (a shuffle), so do the kept positions, and those of the current epoch are cached beside
+    those of the first.
     """
 
     def __init__(

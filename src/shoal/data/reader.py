@@ -1,9 +1,8 @@
 """The reader of samples by index, one worker's share of a batch, and resumable iterators.
 
-The place where foreign code runs (datasets, map functions, collate functions),
-in this process or in a DataLoader's. It makes what they draw at random a
-function of (seed, epoch, position), so a resumed run, or one on another number
-of workers, sees the same samples to the bit.
+The place where foreign code runs (datasets, map functions, collate functions), in this process or
+in a DataLoader's. It makes their random draws a function of (seed, epoch, position), so a resumed
+run, or one on another number of workers, sees the same samples to the bit.
 """
 
 from __future__ import annotations
@@ -110,9 +109,7 @@ class Reader:
                 except SkipSamples:
                     if not generators.were_used():
                         raise
-                    generators.drew = (
-                        True  # what is bad may depend on what was drawn: each under its own seed
-                    )
+                    generators.drew = True  # which are bad may depend on draws: read each under its own seed
                 else:
                     generators.drew = generators.were_used()
                 if not generators.drew:
@@ -146,11 +143,11 @@ class Reader:
             except SkipSamples as bad:
                 if found is None:
                     found = bad
-                elif found.stage == bad.stage:  # of another stage it is found when these are gone
+                elif found.stage == bad.stage:  # another stage finds its own once these are gone
                     found.bad.update(bad.bad)
         if found is not None:
             raise found
-        # What a collate function draws is for the whole share; its seed must not be that of a sample.
+        # A collate function draws for the whole share; its seed must differ from a sample's.
         self._generators.reseed(mix(self.seed, request.epoch, request.position, len(samples)))
         return self.collate(samples)
 

@@ -1,10 +1,9 @@
 """Sharding: which worker computes which part of a global batch.
 
-Pure: cuts follow from (start, stop, number of workers, epoch), and for
-`balanced` from the costs of the samples, which are looked up in an array or
-read once per process. Cuts are contiguous, so the order of the ranks is the
-order of the data; any cuts give an exact strategy the result of one process,
-because sums are added and divided by the global count.
+Pure: cuts follow from (start, stop, number of workers, epoch), and for `balanced` from the costs of
+the samples, which come from an array or are read once per process. Cuts are contiguous, so the
+order of the ranks is the order of the data; any cuts give an exact strategy the result of one
+process, because sums are added and divided by the global count.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def balanced_cuts(costs: Costs, num_parts: int) -> list[int]:
     if num_parts == 1 or not total:
         return [num_costs * part // num_parts for part in range(num_parts + 1)]
     limit = _smallest_limit(sums, num_parts, max(total / num_parts, float(costs.max())))
-    # From the right: where part `part` has to begin at the earliest, for the rest to fit into the parts from it on.
+    # From the right: earliest beginning of part `part` for which the rest fits into the parts from it on.
     earliest = [num_costs] * (num_parts + 1)
     for part in range(num_parts - 1, -1, -1):
         earliest[part] = int(np.searchsorted(sums, sums[earliest[part + 1]] - limit, side="left"))
@@ -154,7 +153,7 @@ class SampleCosts:
         if known_epoch != epoch or not begin <= start <= stop <= end:
             begin, end = start, max(stop, min(start + _BLOCK, self._order.length(epoch)))
             if self._cost_of is not None:
-                end = stop  # reading ahead is not ours to do
+                end = stop  # prefetching is not this function's task
             costs = self._of(self._order.indices(range(begin, end), epoch), epoch)
             self._block = (epoch, begin, end, costs)
         return costs[start - begin : stop - begin]
@@ -180,7 +179,7 @@ class SampleCosts:
         return costs
 
     def _read(self, indices: NDArray[Any], epoch: int) -> Costs:
-        with PrivateGenerators(0):  # what a dataset draws at random is not what training draws
+        with PrivateGenerators(0):  # a dataset's random draws must not disturb training's
             found = self._read_column(indices, epoch)
             costs = found if found is not None else self._read_samples(indices, epoch)
         bad = np.flatnonzero(~np.isfinite(costs) | (costs < 0))
@@ -351,8 +350,7 @@ class DynamicRanges(Sharding):
     """Relaxed strategies: ranges of the epoch are handed out while it runs. Evaluation, which is exact, cuts equally."""
 
     drain_slower_than: float | None = DRAIN_SLOWER_THAN
-    """Slowdown against the median of the others at which a worker is given no more ranges; None: as slow as it
-    likes."""
+    """Slowdown against the median of the others at which a worker is given no more ranges; None: as slow as it likes."""
 
     backup: bool = True
     """Hand the last ranges of an epoch to a second worker where the first is a straggler."""

@@ -1,7 +1,7 @@
 """Skipped samples: bad ones that `on_error="skip"` leaves out, counted against a budget.
 
-A stage raises `SkipSamples`, the reader leaves those samples out, and the feed
-writes each of them down here and holds them against the budget.
+A stage raises `SkipSamples`, the reader leaves those samples out, and the feed records each of them
+here and checks the budget.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NUM_KEPT = 10_000  # of skipped samples, in memory: the job's events hold all o
 
 
 class SkipSamples(Exception):
-    """Not an error: some of the samples that were asked for are bad and may be left out.
+    """Internal: some of the requested samples are bad and may be left out.
 
-    The reader, and nobody else, catches it, and asks again for the others.
+    Only the reader catches it, and requests the others again.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SkipSamples(Exception):
         return _revived, (self.bad, self.max_skips, self.stage)
 
     def renamed(self, asked: Iterable[Any], inner: Iterable[Any]) -> SkipSamples:
-        """The same in the words of a stage that was asked for `asked` and asked for `inner` in turn."""
+        """The same with the indices of a stage that was asked for `asked` and requested `inner`."""
         pairs = zip(asked, inner, strict=True)
         named = {int(own): self.bad[int(theirs)] for own, theirs in pairs if int(theirs) in self.bad}
         return SkipSamples(named, max_skips=self.max_skips, stage=self.stage)
@@ -77,10 +77,9 @@ class Skipped:
 
 
 class SkipLog:
-    """Bad samples that one process has left out of one dataset, held against their budget.
+    """Bad samples that one process has left out of one dataset, counted against their budget.
 
-    A budget counts samples, each once, in however many epochs it is met, and
-    by whichever worker of the job: they have a file in common.
+    A budget counts samples, each once, over all epochs and workers of the job: they share a file.
     """
 
     def __init__(self, name: Callable[[], str] | None = None) -> None:
@@ -124,7 +123,7 @@ class _Seen:
         self._indices: set[int] = set()
 
     def add(self, index: int) -> int:
-        """One more, or one that is there; how many different ones there are by now."""
+        """Add an index; returns the number of different ones so far."""
         is_new = index not in self._indices
         self._indices.add(index)
         if self._path is not None:

@@ -45,9 +45,8 @@ def bounds(num_samples: int, part: int, num_parts: int) -> tuple[int, int]:
 class Slice:
     """One worker's part of one step.
 
-    `batch` always holds at least one sample, so that every worker runs the
-    same code: where `num_local` is 0 the sample is borrowed, and what comes
-    of it must be multiplied by nothing.
+    `batch` always holds at least one sample, so that every worker runs the same code: if
+    `num_local` is 0 the sample is borrowed, and its results must be weighted by zero.
     """
 
     batch: Tree
@@ -72,7 +71,7 @@ class Slice:
     """The dataset's own indices of the local samples, for reports; empty where the source has none."""
 
     cuts: tuple[int, ...] = ()
-    """Begin of each worker's part of the global batch, and the end of the last; empty where nobody cut it."""
+    """Begin of each worker's part of the global batch, and the end of the last; empty if it was not divided."""
 
     num_asked: int | None = None
     """This worker's samples before bad ones were left out; None where none was."""
@@ -104,7 +103,7 @@ class Slice:
         return weight_of(self.batch)
 
     def by_worker(self, num_workers: int) -> list[Slice]:
-        """A whole batch as the slices of so many workers, cut where they would cut it."""
+        """A whole batch as the slices of this many workers, divided as they would."""
         if len(self.cuts) != num_workers + 1 or self.num_local != self.num_global:
             return self.cut(num_workers)
         return self.cut(num_workers, self.cuts)

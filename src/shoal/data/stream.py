@@ -1,11 +1,10 @@
 """Streams: data that can only be read from its beginning, its stages and its batches.
 
-Every rank reads the whole stream and keeps its part of each global batch:
-there is no random access and no split, a shuffle knows only its buffer, and a
-run that resumes in mid-epoch reads again up to its position. `StreamFeed` also
-serves loaders whose items are batches already, whose length shows only when
-they are read. A stage is a function of (how to read the stage before, epoch)
-without state, so reading again gives the same samples.
+Every rank reads the whole stream and keeps its part of each global batch: there is no random access
+and no split, a shuffle is limited to its buffer, and a run that resumes in mid-epoch reads again up
+to its position. `StreamFeed` also serves loaders whose items are batches already, whose length is
+only known after reading. A stage is a function of (how to read the stage before, epoch) without
+state, so reading again gives the same samples.
 """
 
 from __future__ import annotations
@@ -303,7 +302,8 @@ class StreamFeed:
             self._dataset.set_epoch(epoch)
         dataset, position = self._dataset, 0
         if size and (self._loader is None or not self._loader.num_workers):
-            # Samples come one by one, so the beginning can be left out at any sample and need not be collated.
+            # Samples come one by one, so the beginning can be skipped at any sample and need not be
+            # collated.
             dataset, position = _Tail(dataset, start), start
         seed = mix(self.seed, epoch)
         generators = PrivateGenerators(seed)
@@ -400,9 +400,8 @@ class _Tail(IterableDataset[Any]):
 class _CutCollate:
     """Collates only this rank's part of a global batch, wherever the loader reads.
 
-    Ranks collate different samples, so what a collate function draws at random
-    must not come out of the generators from which the stream itself draws, or
-    the ranks would soon read different streams.
+    Ranks collate different samples, so a collate function must not draw from the generators of the
+    stream itself, or the ranks would soon read different streams.
     """
 
     def __init__(
@@ -451,10 +450,10 @@ def _num_rows(batch: Tree) -> int:
 
 
 class GeneratorStream(OwnStream):
-    """Samples of a user's generator function: one pass over what it returns is one epoch.
+    """Samples of a user's generator function: one pass over its result is one epoch.
 
-    There is no way to the middle of a generator but through its beginning, so
-    a resumed epoch is read again up to its position, with a message.
+    A generator's middle can only be reached from its beginning, so a resumed epoch is read again up
+    to its position, with a message.
     """
 
     def __init__(self, fn: Any, *, num_samples: int | None, seed: int) -> None:

@@ -50,7 +50,7 @@ def _parts(tree: Tree) -> tuple[Iterable[Any], Callable[[Iterable[Any]], Tree]] 
 
 
 def _refilled(tree: Any, items: dict[Any, Any]) -> Any:
-    # Not by its constructor, whose arguments nobody knows.
+    # Not by its constructor, whose arguments are unknown.
     filled = copy.copy(tree)
     filled.update(items)
     return filled
@@ -279,7 +279,7 @@ def to_tensor(leaf: Any) -> torch.Tensor | None:
         leaf = np.ascontiguousarray(leaf)
     try:
         with warnings.catch_warnings():
-            # Said of arrays that may not be written, such as a memory map opened for reading; nothing here writes.
+            # Issued for read-only arrays, such as a memory map opened for reading; nothing here writes.
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             return torch.from_numpy(leaf)
     except TypeError:

@@ -1,7 +1,8 @@
-"""Rows on a device with their optimizer state: lookups, sums of gradients, updates by the tables' rules in torch's own operations.
+"""Rows on a device with their optimizer state: lookups, sums of gradients, updates by the tables'
+rules in torch's own operations.
 
-What `row_table.py` does in numba for rows in the host's memory. Rows are
-found by place; whoever holds the table knows which key is where.
+The counterpart of `row_table.py`, which does the same in numba for rows in host memory. Rows are
+addressed by place; the owner of the table maps keys to places.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ _HUGE_FROM_BYTES = 32 << 20
 
 
 class GrowingArray:
-    """Zeros, as many rows of `row_shape` as are asked for.
+    """Zeros, as many rows of `row_shape` as requested.
 
-    `array` is replaced when more than what was reserved is wanted; nobody
-    keeps it over a call of `reserve`.
+    `array` is replaced when more than the reservation is needed; do not keep it over a call of
+    `reserve`.
     """
 
     def __init__(self, row_shape: tuple[int, ...], dtype: Any, num_rows: int | None = None) -> None:
@@ -39,7 +39,7 @@ class GrowingArray:
     def reserve(self, num_rows: int) -> None:
         wanted = num_rows * self.row_bytes
         if wanted > len(self._memory):
-            del self.array  # the kernel may move the mapping, which nobody may look at meanwhile
+            del self.array  # the kernel may move the mapping, so no view may exist
             num_bytes = _in_pages(max(wanted, 2 * len(self._memory)))
             if system.IS_LINUX:
                 self._memory.resize(num_bytes)

@@ -28,7 +28,7 @@ _are_left_out: ContextVar[bool] = ContextVar("rows are left out", default=False)
 
 @contextlib.contextmanager
 def rows_left_out() -> Iterator[None]:
-    """Within this, `state_dict()` of a model holds no rows of its HashEmbeddings, and none are read for it."""
+    """Context in which a model's `state_dict()` has no rows of its HashEmbeddings, and none are read for it."""
     token = _are_left_out.set(True)
     try:
         yield
@@ -87,7 +87,7 @@ class HashEmbedding(nn.Module):
         return self._source
 
     def use(self, source: RowSource | None) -> None:
-        """Have the rows there from now on; None: in this process, all new."""
+        """Use this source of rows from now on; None: this process, with new rows."""
         self._source = source
 
     def table_spec(self, *, rule: str, settings: dict[str, float], number: int = 0) -> TableSpec:
@@ -105,7 +105,7 @@ class HashEmbedding(nn.Module):
         )
 
     def be_table(self, number: int) -> None:
-        """Be the table of this number: which ids share a slot, and give way to each other, goes by it."""
+        """Set the table's number, which decides which ids share a slot and evict each other."""
         self.number = number
         if isinstance(self._source, LocalRows):
             self._source.renumber(number)
@@ -168,7 +168,7 @@ class HashEmbedding(nn.Module):
     ) -> None:
         given = [state_dict.get(f"{prefix}{name}") for name in ("keys", "rows")]
         if given[0] is None or given[1] is None:
-            return  # saved before a row came to be
+            return  # saved before the row existed
         keys, rows = given[0].numpy(), given[1].to(self.dtype).contiguous().numpy()
         if rows.shape != (len(keys), self.embedding_dim):
             error_msgs.append(

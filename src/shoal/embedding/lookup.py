@@ -1,8 +1,8 @@
 """Sources of an embedding's rows, and nn.Embedding and nn.EmbeddingBag over them: pull rows, push their gradients.
 
-Equal to torch's modules with `sparse=True`: a row is only heard of where an
-id asked for it, and the padding's row gets no gradient. Loops are numba's on
-the CPU; elsewhere torch's own operators work on the pulled rows.
+Equal to torch's modules with `sparse=True`: only requested rows get a gradient, and the padding's
+row gets none. Loops are numba's on the CPU; elsewhere torch's own operators work on the pulled
+rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RowSource(Protocol):
         ...
 
     def pull(self, keys: NDArray[np.int64]) -> Tensor:
-        """A row per key, on the CPU or where the model is. It stays as it is until the backward that belongs to it is over."""
+        """A row per key, on the CPU or the model's device. Unchanged until the backward that belongs to it is over."""
         ...
 
     def push(self, keys: NDArray[np.int64], gradients: Any) -> None:
@@ -68,10 +68,10 @@ def merged(gradients: list[tuple[NDArray[np.int64], NDArray[Any]]]) -> tuple[NDA
 
 
 class LocalRows:
-    """A table, and the gradients that wait for the next update of it.
+    """A table, and the gradients for its next update.
 
-    Gradients add up until `apply` or `drop_gradients`, as a parameter's
-    `grad` does. Rows come to be with their first update.
+    Gradients accumulate until `apply` or `drop_gradients`, like a parameter's `grad`. Rows are
+    created by their first update.
     """
 
     def __init__(self, spec: TableSpec) -> None:
@@ -113,7 +113,7 @@ class LocalRows:
         self.table.set(keys, values, None, 0)
 
     def renumber(self, number: int) -> None:
-        """Be the table of this number: rows that are there already have other slots then."""
+        """Set the table's number; existing rows change their slots."""
         old = self.table
         if number != old.spec.number:
             self.table = RowTable(msgspec.structs.replace(old.spec, number=number))

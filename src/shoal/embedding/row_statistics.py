@@ -1,9 +1,8 @@
-"""Statistics of rows, ids that are counted before they get one, and which rows a sweep drops.
+"""Statistics of rows, ids that are counted before they get one, and the selection of rows to evict.
 
-Kept in memory beside the index, also where rows are on disk: a sweep reads no
-row. On the wire and in checkpoints they are columns behind a row's optimizer
-state: sightings, and the last one's step (and second) in two digits each, so
-that float32 holds them exactly. A row with 0 sightings is one that is gone.
+Kept in memory beside the index, also if rows are on disk: a sweep reads no row. On the wire and in
+checkpoints they are columns behind a row's optimizer state: sightings, and the last one's step (and
+second) in two digits each, so that float32 holds them exactly. A row with 0 sightings is deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def columns_of(policy: RowPolicy | None) -> dict[str, slice]:
 
 
 def as_admitted(policy: RowPolicy, num_rows: int, step: int, now_s: float, dtype: Any) -> Array:
-    """Columns of rows of which nothing is known but that they are there."""
+    """Columns of rows about which nothing else is known."""
     sightings = np.full(num_rows, policy.admit_after, np.int64)
     return _columns(policy, sightings, np.full(num_rows, step), np.full(num_rows, int(now_s)), dtype)
 
@@ -99,9 +98,9 @@ class RowStatistics:
             self._last_s.array[rows] = whole[:, 3] + whole[:, 4] * _DIGIT
 
     def to_drop(self, keys: Array, slots: Array | None, *, step: int, now_s: float) -> Array:
-        """A bool per row: past its time, or of a slot that has more than its share and others score higher.
+        """A bool per row: expired, or in a slot beyond its share with a lower score than others.
 
-        `slots`: a bool per slot, those that are looked at; None: all.
+        `slots`: a bool per slot to check; None: all.
         """
         policy, num_rows = self.policy, len(keys)
         age = step - self._last_step.array[:num_rows]

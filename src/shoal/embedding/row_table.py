@@ -1,9 +1,8 @@
 """The rows of one table in one process: found by key, values and optimizer state side by side, changed by a rule.
 
-Single-threaded. Knows nothing of servers, slots or ranks: ps/server/contents.py
-adds those. A row nobody wrote has values that are a function of (seed, key).
-Row numbers are dense: the keys of rows 0..n-1 are the first n of `keys`, and a
-new row gets number n.
+Single-threaded. Independent of servers, slots and ranks: ps/server/contents.py adds those. An
+unwritten row has values that are a function of (seed, key). Row numbers are dense: the keys of rows
+0..n-1 are the first n of `keys`, and a new row gets number n.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ class ArrayIndex:
 class HashedIndex:
     """Any int64: entries of 4 bytes, 1 + the row in the low bits and a piece of the key's hash above it.
 
-    The piece spares a look at the keys, so a table may be as full as 92 %
-    and a lookup still touches one line of entries and one of keys.
+    The piece avoids reading the keys, so a table may be as full as 92 % and a lookup still touches
+    one line of entries and one of keys.
     """
 
     def __init__(self, row_bytes: int) -> None:
@@ -166,8 +165,9 @@ def _home(hashed: Any, size: Any) -> Any:
 
 @kernel((_KEYS, vector(types.uint32), INT, _KEYS, _ROWS))
 def _find_hashed(keys: Any, entries: Any, row_bits: int, row_keys: Any, rows: Any) -> int:
-    # A few keys at a time, in three passes, so that each pass finds in the cache what the one before asked for:
-    # the entries, then the key of the first entry with the right piece, then whether it is the key.
+    # A few keys at a time, in three passes, so that each pass finds in the cache what the previous one
+    # prefetched: the entries, then the key of the first entry with the right piece, then whether it is the
+    # key.
     size, num_missing = np.uint64(len(entries)), 0
     row_mask = np.uint32((1 << row_bits) - 1)
     hashes, places = np.empty(_TOGETHER, np.uint64), np.empty(_TOGETHER, np.uint64)
@@ -281,7 +281,7 @@ class RowsInMemory(GrowingArray):
 class Candidates:
     """Ids that were seen less often than `admit_after`: an index and their statistics, no rows.
 
-    One that got its row stays behind with 0 sightings until enough of them are there to rebuild the index.
+    An admitted one stays with 0 sightings until there are enough of them to rebuild the index.
     """
 
     def __init__(self, statistics: RowStatistics) -> None:
@@ -449,7 +449,7 @@ class RowTable:
         return self._index.num_bytes
 
     def expect(self, keys: Array, num_pushes: int) -> None:
-        """Have room for what so many pushes like this one may bring; TablesFull where the disk has none, and nothing changed."""
+        """Reserve room for this many similar pushes; TablesFull, with nothing changed, if the disk has none."""
         if not isinstance(self._table, TieredRows):
             return
         num_new = num_pushes * sum(
@@ -484,7 +484,7 @@ class RowTable:
                 self.statistics.sighted(rows, keys[block], sightings[block], self.step, self.now_s())
 
     def _admit(self, keys: Array, grads: Array) -> tuple[Array, Array, Array]:
-        """Count a sighting of these keys: those that have a row by now, their gradients, and how often each was seen."""
+        """Count a sighting of these keys; returns those with a row, their gradients, and how often each was seen."""
         assert self.policy is not None
         assert self.statistics is not None
         assert self.candidates is not None
@@ -507,9 +507,9 @@ class RowTable:
         return keys[is_admitted], np.ascontiguousarray(grads[is_admitted]), seen[is_admitted]
 
     def sweep(self, slots: Array | None = None) -> Array:
-        """Drop rows as the policy says, where this update is one after which all are looked at; the keys that went.
+        """Evict rows by the policy, if this update is due for a sweep; returns the evicted keys.
 
-        `slots`: a bool per slot, those that the update counts in.
+        `slots`: a bool per slot in which the update counts.
         """
         gone = np.empty(0, np.int64)
         if self.policy is None or self.step % self.policy.sweep_every:
@@ -721,10 +721,10 @@ class RowTable:
         self._index.rebuild(dropped, num_left)
 
     def drop_slots(self, slots: Array) -> None:
-        """Drop all of these slots (a bool per slot): they are another's."""
+        """Drop all rows of these slots (a bool per slot): another server has them."""
         self._sorted = None
         if self.policy is not None and self._stamps is not None:
-            self._rename_stamps()  # should a slot come back, nobody knows what was dropped from it elsewhere
+            self._rename_stamps()  # if a slot comes back, rows deleted elsewhere meanwhile are unknown
         self.drop_rows(slots[self._slots()])
         if self.candidates is not None:
             self.candidates.drop(slots[self.candidates.statistics.slots(len(self.candidates.keys))])
@@ -748,7 +748,7 @@ class RowTable:
         self._clock, self.tracker, self._dropped = 0, secrets.token_hex(8), []
 
     def _places_of(self, keys: Array) -> Array:
-        """Where the rows of these keys are in memory, to be written; those that are not there come to be."""
+        """Places of these keys' rows in memory, for writing; missing rows are created."""
         rows = self._rows[: len(keys)]
         num_missing = self._index.find(keys, rows)
         first = self._index.num_rows
@@ -772,7 +772,7 @@ class RowTable:
         return places
 
 
-# ---- what a row is before anybody wrote it ------------------------------------------------------------
+# ---- initial values of rows ----------------------------------------------------------------------------
 
 
 @inlined

@@ -1,9 +1,8 @@
-"""Rows over RAM and disk: frames in memory for the hot ones, a file without a name for the others.
+"""Rows over RAM and disk: frames in memory for the hot ones, an unlinked file for the others.
 
-The record of a row in the file lies at the row's number, so nothing but the
-frame of each row has to be known. The file has room before a row is written
-to it: a full disk is an error of `reserve`, never of a row that is evicted.
-Nothing is on disk before the limit is reached.
+The record of a row in the file is at the row's number, so only the frame of each row has to be
+stored. The file has room before a row is written to it: a full disk is an error of `reserve`, never
+of an eviction. Nothing is on disk before the limit is reached.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ _STEP_BYTES = 4 << 20  # by which a file grows at least
 _MAPPED_BYTES = 64 << 20  # of the file, at least, that may count as this process's memory
 _PAGE = mmap.PAGESIZE
 
-# The use of a frame, in a byte: how often since the hand passed, whether the file has something older, whether it has to stay.
+# The use of a frame, in a byte: uses since the hand passed, whether the file is outdated, whether it is
+# pinned.
 _COUNT, _DIRTY, _PINNED = 0x3F, 0x40, 0x80
 
 
 class RowBudget:
-    """Bytes of rows that the tables of a process keep in memory. The largest table gives way to smaller ones."""
+    """Bytes of rows that the tables of a process keep in memory. The largest table shrinks in favour of smaller ones."""
 
     def __init__(self, limit_bytes: int, directory: str, *, most_uses: int = 3) -> None:
         """`most_uses` is what the clock counts of a row at most: 1 is LRU, up to 63 the more it is LFU."""
@@ -66,11 +66,12 @@ class RowBudget:
         return sum(each.num_misses for each in self._tables)
 
     def take(self, rows: TieredRows, num_wanted: int) -> int:
-        """Frames that a table may have in addition, at most so many."""
+        """Additional frames for a table, up to this number."""
         while (free := self._free(rows)) < num_wanted:
             givers = self._tables
             if rows.num_frames < BLOCK:
-                # It must come to a block, or not all rows of one call fit: from all that have more, not the largest alone.
+                # Everyone must get a block, or one call's rows do not fit: taken from all that have more,
+                # not the largest alone.
                 givers = [each for each in self._tables if each is not rows and each.num_frames > BLOCK]
             if not givers:
                 break
@@ -86,7 +87,7 @@ class RowBudget:
         return min(free, num_wanted)
 
     def cover(self) -> None:
-        """Have room on disk for all rows there are."""
+        """Reserve disk space for all existing rows."""
         for each in self._tables:
             each.cover()
 
@@ -95,11 +96,10 @@ class RowBudget:
 
 
 class TieredRows:
-    """Rows by number, of which some are in memory; stands in for the `RowsInMemory` of a table.
+    """Rows by number, of which some are in memory; replaces the `RowsInMemory` of a table.
 
-    `places` brings rows to memory and says where in `array` they are, until
-    the next call. Which row leaves is decided by a clock over how often each
-    was used since the hand passed it.
+    `places` loads rows and returns their positions in `array`, valid until the next call. Eviction
+    is by a clock over the number of uses since the hand passed.
     """
 
     block = BLOCK
@@ -134,12 +134,12 @@ class TieredRows:
         return self.num_frames * self.row_bytes
 
     def expect(self, num_new: int) -> None:
-        """Have room for rows that may come; TablesFull where the disk has none, and then nothing has changed."""
+        """Reserve room for new rows; TablesFull if the disk has none, and then nothing has changed."""
         num_rows = self.num_rows + num_new
         more_bytes = max(0, num_rows - self.num_frames) * self.row_bytes
         if more_bytes + self._budget.used_bytes > self._budget.limit_bytes:
             self._file.reserve(num_rows)
-            self._budget.cover()  # any table may have to give way
+            self._budget.cover()  # any table may have to shrink
 
     def cover(self) -> None:
         self._file.reserve(self.num_rows)
@@ -253,7 +253,7 @@ class RowFile:
                 wanted_bytes=wanted,
                 reason=error.strerror or str(error),
             ) from None
-        self.array = np.empty((0, self._width), self._dtype)  # nobody may look while the mapping moves
+        self.array = np.empty((0, self._width), self._dtype)  # no view may exist while the mapping moves
         if self._memory is None:
             self._memory = mmap.mmap(self._fd, size)
         elif system.IS_LINUX:

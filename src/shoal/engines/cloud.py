@@ -1,7 +1,7 @@
 """Clouds by SkyPilot: its task file. The first node is the head and takes part; the others join it.
 
-A spot instance that is about to be taken gets a SIGTERM, by which its host
-leaves: all workers save. SkyPilot's managed jobs start it again.
+A spot instance that is about to be taken gets a SIGTERM, by which its host leaves: all workers
+save. SkyPilot's managed jobs start it again.
 """
 
 from __future__ import annotations

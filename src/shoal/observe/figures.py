@@ -1,7 +1,7 @@
 """Figures of a run for `shoal report`: latency, throughput, where the time went, faults, cost, and the bottleneck.
 
-Pure: a RunRecord in, plain values out, fit for JSON. Every figure is measured; one
-that was not is None, and `missing` says why.
+Pure: a RunRecord in, plain JSON values out. Every figure is measured; a missing one is None, and
+`missing` says why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DOWN_S = 30.0
 """A longer silence of all processes is between two launches, and costs nothing."""
 
 STRAGGLES = 1.25
-"""A worker is a straggler where its own time per step is so many times the median of the others."""
+"""Slowdown of a worker's own time per step, against the median of the others, that makes it a straggler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Target:
 
 
 class MeasuredBandwidth(NamedTuple):
-    """What a link between processes of the run can move, and by what that was measured."""
+    """Bandwidth of a link between processes of the run, and how it was measured."""
 
     bytes_per_s: float
     measured_by: str
@@ -241,7 +241,7 @@ def stragglers(workers: Mapping[str, Totals]) -> dict[str, float]:
 
 
 def slowness(workers: Mapping[str, Totals]) -> dict[str, float]:
-    """Time of a step in which a worker waits for nobody, over the median of the others."""
+    """Time of a step that a worker does not spend waiting, over the median of the others."""
     paces = {name: each.own_s / each.steps for name, each in workers.items() if each.steps and each.own_s}
     return {
         name: pace / statistics.median(other for key, other in paces.items() if key != name)
@@ -251,9 +251,9 @@ def slowness(workers: Mapping[str, Totals]) -> dict[str, float]:
 
 
 def _waiting(traces: Sequence[Trace]) -> dict[str, Any] | None:
-    """Of the exchanges in the spans at hand: how long each worker waited for the last one, and how long all of them moved bytes.
+    """From the recorded exchanges: each worker's wait for the last one, and the time in which all of them moved bytes.
 
-    Told apart by the moment at which the last worker began the same exchange.
+    Separated at the moment at which the last worker began the same exchange.
     """
     newest: dict[str, Trace] = {}
     for trace in traces:

@@ -1,8 +1,8 @@
 """Health endpoints of a service: /healthz, /readyz and /metrics over HTTP, for its supervisor and Prometheus.
 
-Read-only and without a secret: probes of Kubernetes have none. So it listens on
-loopback unless another interface was named, and tells no path and no key. The
-answers come from a thread, so a loop that is stuck is told as stuck.
+Read-only and without a secret: probes of Kubernetes have none. So it listens on loopback unless
+another interface was named, and reveals no path and no key. A thread answers, so a stuck loop is
+reported as stuck.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def serving(health: Health, at: str | None, more: More = list) -> Iterator[str]:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # who does not hang up must not keep the service from ending
+    block_on_close = False  # a client that does not hang up must not keep the service from ending
     request_queue_size = 32
 
     def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
@@ -114,7 +114,7 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever hangs up in the middle is no news."""
+        """Ignore clients that hang up in the middle."""
 
 
 class _Handler(BaseHTTPRequestHandler):

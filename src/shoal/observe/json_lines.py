@@ -1,8 +1,8 @@
 """Incremental reader of a file of JSON lines that another process is writing.
 
-A torn last line waits for its rest; a damaged one is left out; a file that was
-replaced or cut (a resumed run drops the steps it repeats) is read anew. Links
-are not followed, and nothing but a regular file is opened.
+A partial last line is read when it is complete; a damaged one is skipped; a file that was replaced
+or truncated (a resumed run drops the steps it repeats) is read anew. Links are not followed, and
+only regular files are opened.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class JsonLines:
         return max(0, self.size - self._offset)
 
     def read(self, max_bytes: int = CHUNK_BYTES) -> tuple[bytes, bool]:
-        """Whole lines that came since, and whether the file is another one now, so that what was read is void."""
+        """Complete lines since the last read, and whether the file was replaced, so that earlier lines are void."""
         try:
             fd = own_files.open_file(self._path, os.O_RDONLY, any_owner=True)
         except OSError:

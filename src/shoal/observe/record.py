@@ -1,8 +1,8 @@
 """Record of a run, read back from its directory: steps, events, activity of its processes and their spans.
 
-Reads only, and takes what is there: a run may be writing at this moment, have
-been killed while it did, or come from a version that wrote less. What is missing
-is said in `missing`, a sentence each; nothing here raises for it.
+Read-only and tolerant: a run may be writing at this moment, have been killed while it did, or come
+from a version that wrote less. Missing parts are listed in `missing`, a sentence each; nothing here
+raises for them.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Totals:
 
     @property
     def own_s(self) -> float:
-        """Time in which it waited for nobody."""
+        """Time without waiting."""
         return self.busy_s - self.communication_s
 
     @property

@@ -1,8 +1,9 @@
-"""Short runs of a script, to measure how fast it trains: the baseline of a report, the sweep of `shoal bench scale`, a plan.
+"""Short runs of a script, to measure how fast it trains: the baseline of a report, the sweep of `shoal
+bench scale`, a plan.
 
-Each is a run of its own in a process of its own, ended by SIGTERM once enough of it
-was measured. A script that cannot be run twice (a file it refuses to overwrite, a
-database it fills) fails here as it would by hand, and its last lines are shown.
+Each is a run of its own in a process of its own, ended by SIGTERM once enough of it was measured. A
+script that cannot be run twice (a file it refuses to overwrite, a database it fills) fails here as
+it would by hand, and its last lines are shown.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ END_S = 90.0
 
 
 def _end_with_parent() -> None:
-    """However the process that measures ends, its run saves and leaves; it would train on for hours."""
+    """End the run, after saving, when the measuring process ends in any way; it would otherwise train on for hours."""
     system.program_dies_with_parent(signal.SIGTERM)
 
 
@@ -53,7 +54,7 @@ class Trial:
     """Of each worker, at most; None: its share of the cores."""
 
     def run(self, *, seconds: float, min_steps: int = 1, start_timeout_s: float = 600.0) -> dict[str, Any]:
-        """Measure it for so long after its first step and for so many steps, or to its end; its figures."""
+        """Measure it for this long after its first step and for this many steps, or to its end; returns its figures."""
         command = [
             *(
                 sys.executable,
@@ -76,7 +77,7 @@ class Trial:
         ]
         path, began = self.run_dir / self.name, time.time()
         env = os.environ | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads is not None else {})
-        # Into a file: a pipe that nobody reads would stop a script that says much.
+        # Into a file: an unread pipe would block a script that prints much.
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
                 command,
@@ -129,7 +130,7 @@ class Trial:
         while process.poll() is None and time.monotonic() < end:
             steps = max(
                 (
-                    # Lines from before are of a run that makes way in a moment.
+                    # Earlier lines are of a run that is replaced in a moment.
                     sum(line.get("steps", 0) for line in lines if line["at"] >= began)
                     for lines in records.read_activity(path).values()
                 ),

@@ -22,12 +22,12 @@ MIXES = "mixes the batch"
 DRAWS = "draws random numbers"
 
 THE_MODEL = "the model"
-"""How a layer that is the model itself is named."""
+"""Name used for a layer that is the model itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class MixingLayer:
-    """A layer whose result depends on how the batch is cut."""
+    """A layer whose result depends on how the batch is divided."""
 
     layer: str
     kind: str
@@ -38,7 +38,7 @@ _noted: list[MixingLayer] = []
 
 
 def note_mixing(layer: str, kind: str) -> None:
-    """Under `shoal verify`: a layer that mixes the batch was found by trial, and is not known for it."""
+    """Under `shoal verify`: record a layer that a trial found to mix the batch, beyond the known types."""
     found = MixingLayer(layer or THE_MODEL, kind, MIXES)
     if found not in _noted:
         _noted.append(found)
@@ -49,7 +49,7 @@ def noted_mixing() -> list[MixingLayer]:
 
 
 def mixing_layers(model: nn.Module) -> list[MixingLayer]:
-    """The layers that say so by their type: BatchNorm, dropout in any form, recurrent and attention dropout."""
+    """Layers known by their type to mix or draw: BatchNorm, dropout in any form, recurrent and attention dropout."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, SyncedBatchNorm):
@@ -80,11 +80,11 @@ def describe_mixing(layers: list[MixingLayer], *, sync_every: int | None = None)
 
 
 def refuse_gradient_hooks(model: nn.Module, strategy: str, *, is_cut: bool) -> None:
-    """Refuse hooks on gradients of parameters that would see parts: a sum of clamped parts is no clamped sum.
+    """Refuse gradient hooks of parameters that would see partial gradients: a sum of clamped parts is no clamped sum.
 
-    A hook that is additive (a mask, a factor) is kept, and so is one after backward that only looks; both are tried on
-    numbers of all sizes. `is_cut`: parameters are replaced by parts, and their hooks are lost. Hooks of shoal's own, of an
-    earlier Trainer on the same model, rest while it does.
+    An additive hook (a mask, a factor) is kept, and so is one after backward that only reads; both
+    are tried on numbers of all sizes. `is_cut`: parameters are replaced by shards, and their hooks
+    are lost. shoal's own hooks, of an earlier Trainer on the same model, are inactive meanwhile.
     """
     draw = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -114,7 +114,7 @@ def _of_script(hooks: Mapping[Any, Any] | None) -> list[Any]:
 
 
 def _only_look(hooks: list[Any], parameter: nn.Parameter, draw: torch.Generator) -> bool:
-    """Whether hooks after backward leave gradient and parameter as they are."""
+    """Whether hooks after backward leave gradient and parameter unchanged."""
     gradient, weight = parameter.grad, parameter.detach().clone()
     given = _numbers(parameter, draw)
     try:
@@ -138,7 +138,7 @@ def _are_additive(hooks: list[Any], parameter: nn.Parameter, draw: torch.Generat
     with torch.no_grad():
         one, other = _numbers(parameter, draw), _numbers(parameter, draw)
         first, second, together = result(one.clone()), result(other.clone()), result(one + other)
-        # Relative to what was added, which may cancel out.
+        # Relative to the summands, which may cancel out.
         slack = 16 * torch.finfo(parameter.dtype).eps * (first.abs() + second.abs() + together.abs())
         return bool(((first + second - together).abs() <= slack).all())
 
@@ -151,8 +151,8 @@ def _numbers(parameter: nn.Parameter, draw: torch.Generator) -> torch.Tensor:
 def watch_randomness(model: nn.Module) -> Callable[[], list[MixingLayer]]:
     """Watch the next forward for modules that really draw; call the result to stop watching and get them.
 
-    Sees what types cannot tell: F.dropout in a forward, sampling in a VAE.
-    Only the innermost module that drew is named.
+    Detects what types do not show: F.dropout in a forward, sampling in a VAE. Only the innermost
+    module that drew is named.
     """
     drew: dict[str, str] = {}
     before: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Buffers that a forward changes: BatchNorm's running statistics, and the user's own (a centre, a counter, a queue).
 
-Each worker's forward changes its own copy. With the commit all get the same:
-floating buffers the average over the workers weighted by their samples, any
-other rank 0's. Constants (masks, tables of positions) are never sent.
+Each worker's forward changes its own copy. The commit makes them equal: floating buffers become the
+average over the workers weighted by their samples, all others rank 0's. Constants (masks, tables of
+positions) are never sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RunningStatistics:
         here = device_of(self._model)
         return torch.cat(
             [
-                # Another stage of a pipeline holds it, and tells.
+                # Another stage of a pipeline holds it, and contributes it.
                 torch.zeros(buffer.numel(), dtype=torch.float64, device=here)
                 if buffer.is_meta
                 else buffer.detach().reshape(-1).to(torch.float64)
@@ -53,7 +53,9 @@ class RunningStatistics:
         )
 
     def contribution(self, share: float, *, counts: bool) -> Tensor:
-        """What this rank adds to the new values: all where it counts, else the channels that no other rank of tp computes."""
+        """Contribution of this rank to the new values: all if it counts, else only the channels that
+        no other rank of tp computes.
+        """
         flat, at = self.flat(), 0
         for number, buffer in enumerate(self._buffers):
             channels, end = own_channels(self._modules[number // 2]), at + buffer.numel()
@@ -66,7 +68,7 @@ class RunningStatistics:
         return flat * share
 
     def write(self, flat: Tensor) -> None:
-        """Put values in the order of `flat` back in place. A frozen layer keeps its own: an average would round them."""
+        """Write values in the order of `flat`. A frozen layer keeps its own: an average would round them."""
         at = 0
         for number, buffer in enumerate(self._buffers):
             if self._modules[number // 2].training:
@@ -74,33 +76,32 @@ class RunningStatistics:
             at += buffer.numel()
 
     def keep(self) -> tuple[Tensor, list[Tensor]]:
-        """Everything as it stands: taken before a forward that may turn out to be left out."""
+        """Copy all values before a forward whose step may be skipped."""
         return self.flat(), self.counts()
 
     def take_back(self, kept: tuple[Tensor, list[Tensor]]) -> None:
-        """As if there had been no forward since `keep`."""
+        """Restore the values of `keep`."""
         self.write(kept[0])
         self.write_counts(kept[1])
 
     def counts(self) -> list[Tensor]:
-        """A copy of how many batches each layer has seen. Every worker counts alike, so these need no average."""
+        """Copies of the batch counters of all layers. Every worker counts alike, so these need no average."""
         return [counter.clone() for counter in self._counters]
 
     def write_counts(self, counts: list[Tensor]) -> None:
-        """Set them back, for the next slice of the same batch."""
+        """Restore the counters, for the next slice of the same batch."""
         for counter, count in zip(self._counters, counts, strict=True):
             counter.copy_(count)
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """Where the part of a model is that this rank holds."""
+    """Device of the part of a model that this rank holds."""
     held = (*model.parameters(), *model.buffers())
     return next((tensor.device for tensor in held if not tensor.is_meta), None)
 
 
-SMALL_NUMEL = (
-    1 << 16
-)  # elements up to which a buffer is copied before it is known to change, and sent under ps
+# Elements up to which a buffer is copied before it is known to change, and sent under ps.
+SMALL_NUMEL = 1 << 16
 
 
 class ChangingBuffers:
@@ -128,7 +129,7 @@ class ChangingBuffers:
         return buffer
 
     def look(self) -> None:
-        """From here on, changes count."""
+        """Start watching for changes."""
         self._seen = [_standing(self[number]) for number in range(len(self))]
 
     def flags(self) -> list[float]:
@@ -138,7 +139,7 @@ class ChangingBuffers:
         return [float(_standing(self[number]) != seen) for number, seen in enumerate(self._seen)]
 
     def contribution(self, numbers: Sequence[int], *, share: float, rank: int) -> Tensor:
-        """What this rank adds to the new values of these buffers."""
+        """Contribution of this rank to the new values of these buffers."""
         here = device_of(self._model)
         parts = []
         for buffer in (self[number].detach() for number in numbers):
@@ -152,7 +153,7 @@ class ChangingBuffers:
     def write(
         self, numbers: Sequence[int], flat: Tensor, *, total_share: float = 1.0, has_first: bool = True
     ) -> None:
-        """Give these buffers the values all ranks agreed on; without the first of them, numbers that it tells stay."""
+        """Write the values all ranks agreed on. If rank 0 is not in the sum, buffers that only it determines stay."""
         at = 0
         for number in numbers:
             buffer = self[number]
@@ -165,7 +166,7 @@ class ChangingBuffers:
         self._have_changed.update(numbers)
 
     def constants(self) -> set[int]:
-        """Ids of large buffers that never changed: nobody needs a copy of them before a forward."""
+        """Ids of large buffers that never changed, which need no copy before a forward."""
         return {
             id(self[number])
             for number in range(len(self))
@@ -174,7 +175,7 @@ class ChangingBuffers:
 
 
 def _standing(buffer: Tensor) -> tuple[int, int]:
-    """Changes with every write in place, and with a new tensor in its stead."""
+    """Identity that changes with every in-place write, and with a new tensor in its place."""
     return id(buffer), buffer._version
 
 
@@ -198,7 +199,7 @@ class BufferSync:
     # ---- around a forward -----------------------------------------------------------------------
 
     def look(self) -> None:
-        """A forward is about to run, and writes into them: keep them as they are."""
+        """Keep the values before a forward writes into them."""
         names = self._names()
         self._before = {name: buffer.clone() for name, buffer in self._model.named_buffers() if name in names}
         self._changing.look()
@@ -209,13 +210,13 @@ class BufferSync:
                 buffer.copy_(self._before[name])
 
     def forget(self) -> None:
-        """The step is committed: they are as they shall be."""
+        """Drop the kept values: the step is committed."""
         self._before = {}
 
     # ---- in the vector --------------------------------------------------------------------------
 
     def contribution(self, *, share: float, rank: int) -> list[Tensor]:
-        """What this rank adds to the vector, in the host's memory; the same length on every rank."""
+        """This rank's contribution to the vector, in host memory; the same length on every rank."""
         parts = [self._statistics.flat().cpu() * share] if self._statistics else []
         if self._changing:
             flags = self._changing.flags()
@@ -240,9 +241,11 @@ class BufferSync:
         total_share: float = 1.0,
         has_first: bool = True,
     ) -> None:
-        """Write what the ranks agreed on. `late` sums a tensor over the ranks: for buffers that changed for the first time.
+        """Write the values the ranks agreed on. `late` sums a tensor over the ranks: for buffers that
+        changed for the first time.
 
-        Where not all ranks are in the sum: `total_share` of those that are, and whether the first one is.
+        If not all ranks are in the sum: `total_share` of those that are, and whether the first rank
+        is.
         """
         at = 0
         counts, self._counts_after = self._counts_after, []
@@ -268,14 +271,14 @@ class BufferSync:
         self._numbers, self._is_known = sorted(known | set(changed)), True
 
     def average(self, mean: Callable[[Tensor], Tensor]) -> None:
-        """Where each worker trains batches of its own: have the mean of their statistics."""
+        """Where each worker trains batches of its own: average their statistics."""
         if self._statistics:
             self._statistics.write(mean(self._statistics.flat()))
 
     # ---- for a replacement ----------------------------------------------------------------------
 
     def export_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Which ones travel, and their values as of the last commit."""
+        """Names of the synchronised buffers, and their values as of the last commit."""
         names = self._names()
         buffers = {
             name: self._before.get(name, buffer)
@@ -294,10 +297,10 @@ class BufferSync:
         self._before, self._counts_after = {}, list(plain["counts"])
 
     def was_computed_elsewhere(self) -> None:
-        """The step that is concluded next was computed by the process that this one replaces, and BatchNorm counted it."""
+        """The next concluded step was computed by the process that this one replaces, and BatchNorm counted it."""
         self._is_elsewhere = True
 
     def _names(self) -> set[str]:
-        """Buffers that travel, and BatchNorm's."""
+        """Synchronised buffers, and BatchNorm's."""
         constant = {id(self._changing[n]) for n in range(len(self._changing)) if n not in self._numbers}
         return {name for name, buffer in self._model.named_buffers() if id(buffer) not in constant}

@@ -1,7 +1,7 @@
 """`shoal.gather`: the rows of all workers' slices, for losses over a whole batch (in-batch negatives).
 
-Its backward sums the gradients of every worker's loss by the rows that a worker
-gave. Both are numbered exchanges, so a replaced worker replays them.
+Its backward sums the gradients of every worker's loss for the rows that a worker contributed. Both
+are numbered exchanges, so a replaced worker replays them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shoal.recovery.elastic_group import elastic_group
 
 @dataclass(slots=True)
 class GatherScope:
-    """The slice that a loss is computed of."""
+    """Slice that a loss is computed on."""
 
     num_local: int
     weight: float
-    """Factor by which what backward leaves on this worker is multiplied afterwards."""
+    """Factor by which this worker's gradients are multiplied after backward."""
 
     num_micro: int = 1
     is_used: bool = False
@@ -40,7 +40,7 @@ _scope: GatherScope | None = None
 
 
 def enter(scope: GatherScope | None) -> None:
-    """From now on gathered tensors are of this slice: in a loop of the script's own."""
+    """Set the slice that gathered tensors belong to, in a script's own loop."""
     global _scope
     _scope = scope
 
@@ -51,7 +51,7 @@ def current() -> GatherScope | None:
 
 @contextlib.contextmanager
 def over(part: Slice, *, num_micro: int = 1) -> Iterator[GatherScope]:
-    """Within it, forward and loss of this slice are run."""
+    """Context for forward and loss of this slice."""
     scope = GatherScope(part.num_local, 1.0, num_micro)
     enter(scope)
     try:
@@ -63,8 +63,9 @@ def over(part: Slice, *, num_micro: int = 1) -> Iterator[GatherScope]:
 def gather(tensor: Tensor) -> Tensor:
     """Rows of `tensor` of all workers, in the order of the batch: what one process has for the whole batch.
 
-    For a loss that compares samples of a batch with each other: `loss(shoal.gather(queries), shoal.gather(keys))`. It is
-    differentiable. Every worker calls it at the same point; the first dimension holds the samples of the slice.
+    For a loss that compares samples of a batch with each other: `loss(shoal.gather(queries),
+    shoal.gather(keys))`. It is differentiable. Every worker calls it at the same point; the first
+    dimension holds the samples of the slice.
     """
     job, scope = jobs.current(), _scope
     _refuse(job, scope)
@@ -80,7 +81,7 @@ def gather(tensor: Tensor) -> Tensor:
             "the workers would not come in the order of the batch. Nothing of this step was applied; gather tensors with one "
             "row for each sample."
         )
-    # A borrowed sample is gathered where it belongs.
+    # A borrowed sample is gathered from its owner.
     rows = tensor if scope.num_local else tensor[:0]
     gathered: Tensor = _Gather.apply(rows, scope.weight)  # type: ignore[no-untyped-call]
     return gathered

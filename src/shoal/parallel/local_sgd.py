@@ -49,7 +49,7 @@ from shoal.recovery.rendezvous import ShoalStore
 from shoal.runtime import recorder
 
 TIMEOUT_S = 10.0
-"""For the others to come to the end of their step. Beyond it all finish their round: not every worker was asked."""
+"""Time for the other workers to finish their step. Beyond it all finish their round: not every worker was asked."""
 
 LOOK_EVERY_S = 0.02
 
@@ -80,7 +80,7 @@ def agree(
 
 
 class EarlySync:
-    """The early sync of one round of one worker. Also the timeout hook of the exchange in which it syncs."""
+    """Early sync of one round of one worker. Also the timeout hook of the exchange in which it syncs."""
 
     def __init__(self, *, name: str, rank: int, num_workers: int, last_step: int) -> None:
         self._name, self._rank, self._num_workers, self._last_step = name, rank, num_workers, last_step
@@ -89,7 +89,7 @@ class EarlySync:
         self._sync_after: int | None = None
 
     def is_now(self, num_steps: int) -> bool:
-        """Whether all sync after this step of the round. Waits for the others, once this worker is asked to leave."""
+        """Whether all sync after this step of the round. Once this worker is asked to leave, waits for the others."""
         self._num_steps = num_steps
         if self._sync_after is None and session.stop_requested() is not None and num_steps < self._last_step:
             kept = rendezvous.kept_for_view()
@@ -105,12 +105,12 @@ class EarlySync:
                         last_step=self._last_step,
                         is_over=lambda waited_s: waited_s > TIMEOUT_S or rendezvous.is_broken(),
                     )
-                except (ClusterError, RuntimeError):  # the view is over: who meets next will notice
+                except (ClusterError, RuntimeError):  # the view is over, which the next sync will notice
                     self._sync_after = self._last_step
         return num_steps >= (self._last_step if self._sync_after is None else self._sync_after)
 
     def begin(self, number: int) -> None:
-        pass  # the exchange waits for the others where they sync
+        pass  # the exchange waits for the others at their sync
 
     def look(self) -> None:
         """While the exchange waits: report this worker's step to workers that were asked within their round."""
@@ -119,7 +119,8 @@ class EarlySync:
             return
         self._has_reported = True
         store, prefix = kept
-        with contextlib.suppress(ClusterError, RuntimeError):  # the view is over: who waits will notice
+        # The view is over, which the waiting thread will notice.
+        with contextlib.suppress(ClusterError, RuntimeError):
             store.set(f"{prefix}/{self._name}/{self._rank}", str(self._num_steps))
 
 
@@ -155,7 +156,7 @@ def gathered_pieces(
 
 
 def pieces_of_rank(saved: Mapping[str, Tensor], rank: int, num_workers: int) -> Mapping[str, Tensor]:
-    """The pieces as a worker is to load them: with its own optimizer, where it was saved by as many workers."""
+    """Pieces for a worker to load: with its own optimizer state, if saved by as many workers."""
     own = f"{_WORKERS}{rank}/"
     if _NUMBER not in saved or int(saved[_NUMBER]) != num_workers:
         return LazyTensors((name for name in saved if not name.startswith(_WORKERS)), saved.__getitem__)
@@ -172,7 +173,7 @@ def outer_pieces(model: nn.Module, outer: torch.optim.Optimizer) -> Iterator[Pie
 
 
 def load_outer_pieces(model: nn.Module, outer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """Load what `outer_pieces` gave; without it the outer optimizer begins anew."""
+    """Load the result of `outer_pieces`; without it the outer optimizer starts afresh."""
     outer.state.clear()
     for name, parameter in model.named_parameters():
         if _OUTER + name in saved:
@@ -182,7 +183,7 @@ def load_outer_pieces(model: nn.Module, outer: torch.optim.Optimizer, saved: Map
 
 
 def average_state(states: Sequence[Mapping[str, Tensor]]) -> Iterator[Piece]:
-    """Every worker's pieces, and their average, from those of all of them."""
+    """Every worker's pieces and their average, computed from all of them."""
     if states:
         yield whole_piece(_NUMBER, torch.tensor(len(states)))
     for name in dict.fromkeys(name for state in states for name in state):
@@ -229,12 +230,14 @@ def average(trained: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def nesterov(trained: Sequence[nn.Parameter], lr: float, momentum: float) -> torch.optim.Optimizer:
-    """A step with Nesterov momentum towards that average (DiLoCo)."""
+    """Step with Nesterov momentum towards that average (DiLoCo)."""
     return torch.optim.SGD(trained, lr=lr, momentum=momentum, nesterov=True)
 
 
 class LocalSgd(Ddp):
-    """Weights and buffers are equal on all ranks where `has_diverged` is False; the state of inner optimizers never is."""
+    """Local SGD. Weights and buffers are equal on all ranks while `has_diverged` is False; inner
+    optimizer state never is.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -244,7 +247,7 @@ class LocalSgd(Ddp):
         self._outer_choice = OUTERS.parse(job.outer)
         self._round = SyncRound()
         self._early_sync: EarlySync
-        self._divisor = 1  # of the gradients that backward left
+        self._divisor = 1  # divisor of the present gradients
         self._is_running = False  # a step of a loop of the user's own
         self._trained: list[nn.Parameter] = []
         self._anchor: list[Tensor] = []
@@ -267,7 +270,7 @@ class LocalSgd(Ddp):
             self._outer = choice.load()(self._trained, **settings)
 
     def _make_gradients(self, model: nn.Module) -> GradientExchange:
-        # Of differences, which are dense where gradients may be rows.
+        # Differences are dense where gradients may be rows.
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return GradientExchange(trained, sparse=frozenset(), compressor=compressor(self._compress))
 
@@ -278,11 +281,12 @@ class LocalSgd(Ddp):
         self._batch, self._divisor = batch, batch.num_global
         self._mine = self._compute.forward_backward(batch, rank=self._data_rank, step=self.step)
         if self._job.on_nonfinite == "skip" and not math.isfinite(self._mine.read()):
-            return dataclasses.replace(self._mine, outputs=None)  # left out: nor do metrics count it
+            # A skipped step: metrics do not count it either.
+            return dataclasses.replace(self._mine, outputs=None)
         return self._mine
 
     def _begin_step(self) -> None:
-        """Keep what a sync starts from, at the first step of a round, and the buffers, at every step."""
+        """Keep the anchor at the first step of a round, and the buffers at every step."""
         if not self.has_diverged:
             self._exchange.watch_buffers()
             self._save_anchor()
@@ -295,7 +299,7 @@ class LocalSgd(Ddp):
         self._exchange.keep_buffers()
 
     def commit(self) -> StepResult:
-        """Step alone; after the last step of a round, meet."""
+        """Step locally; after the last step of a round, sync."""
         assert self.optimizer is not None
         control, mine = self._job.control, self._round
         mine.wants_checkpoint |= control.checkpoint
@@ -304,7 +308,7 @@ class LocalSgd(Ddp):
             num_workers=self._num_workers,
             loss_total=self._mine.read(),
             count=self._mine.count,
-            control=ControlFlags(),  # those are heard when all meet
+            control=ControlFlags(),  # flags are exchanged at the sync
         )
         gradients = gradients_of(self._parameters)
         alone, factor = clip(self._job, decide(vector), gradients, self._divisor)
@@ -318,12 +322,12 @@ class LocalSgd(Ddp):
         if not alone.applied:
             self._exchange.restore_buffers()
             if self._job.on_nonfinite == "raise":
-                return alone  # which ends the job: nobody waits to meet
+                return alone  # it ends the job: no sync follows
         self._count(alone)
         if not self._early_sync.is_now(mine.num_steps):
-            # The others go on whatever happened here; sums are told once all are known.
+            # The other workers go on whatever happened here; totals are reported at the sync.
             return dataclasses.replace(alone, loss_total=0.0, count=0.0, applied=True, nonfinite=())
-        control.leave |= mine.num_steps < self._sync_every  # or nobody would meet by now
+        control.leave |= mine.num_steps < self._sync_every  # or no other worker would sync by now
         return dataclasses.replace(self._sync(), grad_norm=alone.grad_norm)
 
     def _count(self, alone: StepResult) -> None:
@@ -349,12 +353,12 @@ class LocalSgd(Ddp):
     # ---- a loop of the user's own ------------------------------------------------------------------
 
     def about_to_run(self) -> None:
-        if not self._is_running:  # else it is another batch of the same step
+        if not self._is_running:  # else another batch of the same step
             self._is_running = True
             self._begin_step()
 
     def weigh(self, batch: Slice) -> None:
-        """A worker's step is by the mean over its own slice; a borrowed sample gives nothing."""
+        """A worker steps by the mean over its own slice; a borrowed sample contributes nothing."""
         assert self._own is not None
         self._own.weight = 1.0 if batch.num_local else 0.0
 
@@ -371,13 +375,13 @@ class LocalSgd(Ddp):
     # ---- meeting --------------------------------------------------------------------------------
 
     def sync(self) -> StepResult | None:
-        """Have one model now, whatever is left of the round; None where there is one already."""
+        """Sync now, whatever is left of the round; None if the models are equal already."""
         return self._sync() if self.has_diverged else None
 
     def _sync(self) -> StepResult:
         mine, control = self._round, self._job.control
         control.checkpoint |= mine.wants_checkpoint
-        # As gradients do, differences leave divided by samples; what was really counted corrects it afterwards.
+        # Like gradients, differences are divided by samples first; the real count corrects it afterwards.
         weight = mine.count / mine.num_global
         with torch.no_grad():
             for parameter, anchor in zip(self._trained, self._anchor, strict=True):
@@ -416,7 +420,7 @@ class LocalSgd(Ddp):
         return result
 
     def _refuse_nonfinite(self) -> None:
-        """One worker's weights that are not finite would spoil everybody's."""
+        """Refuse weights that are not finite: one worker's would spoil all."""
         for name, parameter in self._job.model.named_parameters():
             if parameter.requires_grad and not parameter.isfinite().all():
                 raise TrainingError(
@@ -428,7 +432,7 @@ class LocalSgd(Ddp):
     # ---- state ----------------------------------------------------------------------------------
 
     def common_pieces(self) -> Iterator[Piece]:
-        """Weights, buffers, the outer optimizer's momentum, and what a compressor keeps. Collective."""
+        """Weights, buffers, the outer optimizer's momentum, and residuals of a compressor. Collective."""
         if self.has_diverged:
             raise ConfigError(
                 f"a checkpoint was asked for {self._round.num_steps} steps after the workers last met, where each has weights of "
@@ -454,7 +458,7 @@ class LocalSgd(Ddp):
         )
 
     def load(self, pieces: PieceReader) -> None:
-        """This worker's own optimizer state where there were as many workers; else the average of all."""
+        """This worker's own optimizer state if there were as many workers; else the average of all."""
         self._round = SyncRound()
         tensors = pieces_of_rank(pieces.tensors, self._rank, self._num_workers)
         super().load(dataclasses.replace(pieces, tensors=tensors))

@@ -1,8 +1,7 @@
 """Dynamic loss scale for fp16: gradients are computed larger by a factor, and divided by it at the commit.
 
-Pure, and a function of the steps' results alone, which are the same on every
-rank: so all skip a step or none does, and a replacement that replays results
-arrives at the same scale.
+Pure, and a function of the steps' results alone, which are equal on every rank: so all ranks skip a
+step or none does, and a replacement that replays results arrives at the same scale.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ GROWS_AFTER = 2000
 """Steps without an overflow after which the scale doubles, as torch.amp.GradScaler's."""
 
 LARGEST = 2.0**24
-"""A loss of this many times its size is still far from the largest number of float32, in which it is scaled."""
+"""A loss of this many times its size is still far from the largest float32, in which it is scaled."""
 
 
 @dataclass(slots=True)
@@ -28,7 +27,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """False at 1: what is not finite then is no overflow of the scale's making."""
+        """False at 1: a non-finite value then is no overflow of the scale's making."""
         return self.value > 1.0
 
     def after(self, *, applied: bool) -> None:

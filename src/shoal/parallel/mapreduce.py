@@ -1,19 +1,18 @@
 """`mapreduce`: rounds of local training as ordinary tasks, whose models are averaged.
 
-The job has one worker, the driver. A round is one task per part of each batch: a
-process of its own, here or in a task of Ray or Spark, which runs the script from
-the top as a replaced worker does, takes the model of the round's beginning and
-the state of its part's optimizer from files, makes the round's steps on its
-slices and leaves model and optimizer in a file. The driver averages the models,
-each weighted by the samples it was trained on. It is the arithmetic of
-`ddp --sync-every`, without connections between workers: a task is a function of
-its files, so one that fails is run again alone, with the same bits. See docs/adr/0048.
+The job has one worker, the driver. A round is one task per part of each batch: a process of its
+own, local or in a task of Ray or Spark. A task runs the script from the top as a replaced worker
+does, loads the model of the round's beginning and its part's optimizer state from files, makes the
+round's steps on its slices and writes model and optimizer to a file. The driver averages the
+models, each weighted by its number of samples. It is the arithmetic of `ddp --sync-every`, without
+connections between workers: a task is a function of its files, so a failed one is run again alone,
+with the same bits. See docs/adr/0048.
 
     <run>/rounds/<launch>-<trainer>-<step>/
         begin.bin      calls, Trainer and model at the beginning of the round
         spec.bin       job, script and arguments of the tasks
-        part-<n>.bin   a part's model, optimizer and sums; appears whole
-        part-<n>.log   what its process printed
+        part-<n>.bin   a part's model, optimizer and sums; written atomically
+        part-<n>.log   output of its process
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ ATTEMPTS = 4
 
 
 class RoundLog(ReplayLog):
-    """Replay log in a file: tasks, and a driver that replaces one that was killed, stand where it was written."""
+    """Replay log in a file, from which tasks, and a replacement of a killed driver, start."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class RoundLog(ReplayLog):
         self._log.inherit(given.log, starts_at=given.anchored_at)
 
     def export(self) -> bytes:
-        """All that a process needs to stand at this anchor."""
+        """State that a process needs to start at this anchor."""
         parts = {number: holder.export_state() for number, holder in self._holders.items()}
         return state_transfer.state_to_bytes(
             state_transfer.RecoveryState(
@@ -111,7 +110,7 @@ class MapTask(Single):
         return super().forward_backward(batch)
 
     def commit(self) -> StepResult:
-        self._job.control = ControlFlags()  # what a script asks for is heard by the driver, between rounds
+        self._job.control = ControlFlags()  # the driver reads the script's requests, between rounds
         result = super().commit()
         sums = self._sums
         sums["steps"] += 1
@@ -152,7 +151,7 @@ class MapTask(Single):
 
 
 class MapReduce(Single):
-    """The driver: runs tasks round by round, and holds the average of what they trained."""
+    """The driver: runs tasks round by round, and holds the average of their models."""
 
     def __init__(self, job: Job, log: RoundLog) -> None:
         super().__init__()
@@ -167,7 +166,7 @@ class MapReduce(Single):
         self.replay_log.hold(job.number, self)
 
     def run_round(self, num_steps: int) -> Round:
-        """Train each part for so many steps from the present model, and become the average of them."""
+        """Train each part for this many steps from the present model, and load the average."""
         folder = _rounds(self._of) / f"{self._of.launch}-{self._job.number}-{self.step}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         assert isinstance(self.replay_log, RoundLog)
@@ -223,9 +222,10 @@ class MapReduce(Single):
         )
 
     def _average(self, found: list[dict[str, Any]]) -> None:
-        """Trained weights and floating buffers: mean over the parts, weighted by samples, in float64 and in their order.
+        """Mean of trained weights and floating buffers over the parts, weighted by samples, in float64
+        and in their order.
 
-        Other buffers (counters) are the first part's. Where no sample counted, nothing changes.
+        Other buffers (counters) are the first part's. If no sample counted, nothing changes.
         """
         total = sum(each["count"] for each in found)
         trained = {name for name, parameter in self._job.model.named_parameters() if parameter.requires_grad}
@@ -266,7 +266,7 @@ class MapReduce(Single):
         )
 
     def load(self, pieces: PieceReader) -> None:
-        """Each part's own optimizer state where there were as many; else the average of all."""
+        """Each part's own optimizer state if there were as many; else the average of all."""
         load_state(self._job.model, None, pieces)
         self._optimizers = {}
         if pieces.optimizer_settings is None or self.optimizer is None:
@@ -295,7 +295,7 @@ def _rounds(job: Job) -> Path:
 
 
 def _newest(job: Job) -> Path | None:
-    """Beginning of the newest round of this launch, in a driver that replaces one."""
+    """Beginning of the newest round of this launch, in a replacement driver."""
     if job.incarnation == 0:
         return None
     found = list(_rounds(job).glob(f"{job.launch}-*/begin.bin"))

@@ -1,7 +1,7 @@
-"""Forward and backward of a model of which each rank holds parts, in a loop that calls them itself.
+"""Forward and backward of a partitioned model in a loop that calls them itself.
 
-Backward of such a model sums gradients while it runs, so the weight of a slice
-is applied before it: where backward begins, at the gradient of the loss.
+Backward of such a model sums gradients while it runs, so the weight of a slice is applied before
+it: where backward begins, at the gradient of the loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLAIN = (Tensor, int, float, str, type(None))
 
 
 class OwnForward:
-    """Weights what backward is called on; `weight` is the share of the slice that is run next."""
+    """Weights the tensors that backward is called on; `weight` is the share of the next slice."""
 
     def __init__(
         self, model: nn.Module, strategy: str, running: Callable[[], AbstractContextManager[None]]
@@ -49,12 +49,12 @@ class OwnForward:
                 module.register_forward_pre_hook(self._refuse_alone(name))
 
     def _watch_backward(self) -> None:
-        """Weight the gradients that backward begins with, until the script ends; a loop's models share it."""
+        """Weight the initial gradients of every backward until the script ends; a loop's models share it."""
         before = getattr(torch.autograd.backward, "shoal_before", torch.autograd.backward)
 
         @functools.wraps(before)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            # Not of a Trainer, nor of a block that runs again within backward.
+            # Not for a Trainer, nor for a block that runs again within backward.
             if torch._C._current_graph_task_id() == -1 and not own_gradients.rests():
                 roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
                 given = (
@@ -75,7 +75,9 @@ class OwnForward:
         torch.autograd.backward = backward
 
     def _refuse_parameters(self, roots: list[Tensor]) -> None:
-        """Refuse a loss that reads parameters past the model's outputs: ranks hold parts of them, or all have them."""
+        """Refuse a loss that reads parameters directly: each rank holds only parts of them, or all
+        ranks would add the term.
+        """
         left, seen = [root.grad_fn for root in roots], set[Any]()
         while left:
             node = left.pop()
@@ -103,7 +105,7 @@ class OwnForward:
 
     def _refuse_alone(self, name: str) -> Callable[[nn.Module, Any], None]:
         def check(module: nn.Module, args: Any) -> None:
-            # Within backward a block may run again.
+            # Within backward a checkpointed block may run again.
             if not self._depth and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 raise ConfigError(
                     f"the loop calls the layer '{name}' of the model by itself, and under '{self._strategy}' workers hold parts of "
@@ -115,7 +117,7 @@ class OwnForward:
 
 
 class _Output(torch.autograd.Function):
-    """Marks where the model ends. A borrowed sample gives nothing, NaN or not."""
+    """Marks the end of the model. A borrowed sample contributes nothing, NaN or not."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, counts: bool) -> Tensor:

@@ -1,8 +1,7 @@
 """Gradients of a loop that calls backward itself, from backward to commit.
 
-Weights each backward by the slice it came from, and tells gradients that the
-script wrote from those that backward left. Exchanges nothing: `ddp.py` and
-`ps.py` sum, each in its own way.
+Weights each backward by the slice it came from, and distinguishes gradients written by the script
+from those of backward. Exchanges nothing: `ddp.py` and `ps.py` sum, each in its own way.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _rests = False
 
 @contextlib.contextmanager
 def resting() -> Iterator[None]:
-    """Within it a Trainer runs, perhaps on a model that a loop was set up with before: its gradients are none of the loop's."""
+    """Context in which a Trainer runs, perhaps on a model that a loop was set up with: its gradients are not the loop's."""
     global _rests
     before, _rests = _rests, True
     try:
@@ -31,26 +30,26 @@ def resting() -> Iterator[None]:
 
 
 def rests() -> bool:
-    """Whether what runs now is none of a loop's."""
+    """Whether gradients computed now do not belong to a loop."""
     return _rests
 
 
 class OwnGradients:
     """Watches `.grad` of a model's parameters.
 
-    Before `summed` it is this rank's part of the gradient of the global
-    batches, however many were accumulated; after it, the whole gradient.
+    Before `summed` it is this rank's part of the gradient of the global batches, however many were
+    accumulated; after it, the whole gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.weight = 1.0
-        """Share of the global batch that the next backward is computed on."""
+        """Share of the global batch of the next backward."""
 
-        """Gradients that backward has left here so far; changes with every backward that reaches the model."""
+        """Number of gradients accumulated so far; changes with every backward that reaches the model."""
 
         self._all = list(model.named_parameters())
         self._watched = [(name, p) for name, p in self._all if p.requires_grad]
-        self._left: dict[int, tuple[int, int]] = {}  # by parameter: the gradient as backward left it
+        self._left: dict[int, tuple[int, int]] = {}  # by parameter: identity of the gradient after backward
         self._contributed: set[int] = set()  # parameters that a sample of this rank's own reached
         self._sums: dict[int, Tensor] = {}
         self._nodes = []
@@ -60,10 +59,11 @@ class OwnGradients:
             assert copy.grad_fn is not None
             node = copy.grad_fn.next_functions[0][0]
             assert node is not None
-            # On the node that accumulates, not on the parameter: torch.autograd.grad must give what it gives elsewhere.
+            # On the accumulation node, not on the parameter: torch.autograd.grad must return its usual
+            # values.
             node.register_prehook(self._weigh(number))
             parameter.register_post_accumulate_grad_hook(self._note(number))  # type: ignore[no-untyped-call]
-            self._nodes.append(node)  # autograd drops the hooks of a node that nobody holds
+            self._nodes.append(node)  # autograd drops the hooks of an unreferenced node
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -76,7 +76,7 @@ class OwnGradients:
         return bool(self._sums)
 
     def summed(self, gradients: Sequence[Tensor | None]) -> None:
-        """Put sums over the ranks in place of the gradients, in the order of `parameters`."""
+        """Replace gradients by their sums over the ranks, in the order of `parameters`."""
         self._clear()
         for number, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             parameter.grad = gradient
@@ -84,9 +84,10 @@ class OwnGradients:
                 self._sums[number] = gradient
 
     def check(self) -> None:
-        """Refuse gradients that are neither as backward left them nor zero: they would be summed as if they were.
+        """Refuse gradients that are neither as backward left them nor zero: summing them would be wrong.
 
-        After it a parameter that only borrowed samples reached has none, as one that no sample reached.
+        Afterwards a parameter that only borrowed samples reached has no gradient, like one that no
+        sample reached.
         """
         is_summed = self.is_summed
         numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._watched)}
@@ -114,7 +115,7 @@ class OwnGradients:
                 parameter.grad = None
 
     def drop_borrowed(self) -> None:
-        """Leave no gradient, not even zeros, where no sample of this rank's own reached: its optimizer would step on."""
+        """Remove gradients, even zeros, that no sample of this rank reached: its optimizer would step on them."""
         for number, (_, parameter) in enumerate(self._watched):
             if number not in self._contributed:
                 parameter.grad = None
@@ -139,12 +140,12 @@ class OwnGradients:
             if self._sums and number in self._sums:
                 if parameter.grad is not None and _is_anything(parameter.grad):
                     raise _after_the_sum(name)
-                del self._sums[number]  # the step was left out
+                del self._sums[number]  # the step was skipped
             (gradient,) = gradients
             if gradient is None:
                 return None
             if not self.weight:
-                # A borrowed sample gives nothing, NaN or not; but `.grad` is there, as on every rank.
+                # A borrowed sample contributes nothing, NaN or not; but `.grad` exists, as on every rank.
                 return (torch.zeros_like(gradient),)
             self._contributed.add(number)
             return (gradient * self.weight,) if self.weight != 1.0 else None
@@ -162,7 +163,7 @@ class OwnGradients:
 
 
 def _standing(gradient: Tensor) -> tuple[int, int]:
-    """Changes with every write in place, and with a new tensor in its stead."""
+    """Identity that changes with every in-place write, and with a new tensor in its place."""
     return id(gradient), gradient._version
 
 

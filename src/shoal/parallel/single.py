@@ -1,4 +1,4 @@
-"""`single`: one process, no exchange. What every exact strategy is compared with."""
+"""`single`: one process, no exchange. The reference for every exact strategy."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ def for_job(job: Job) -> Single:
 class Single:
     """Trains in this process alone.
 
-    With `num_slices` above one it runs every batch as that many workers
-    would: slice by slice, with the workers' seeds and each slice's own batch
-    statistics. That is the reference for layers that mix the batch or draw
-    random numbers.
+    With `num_slices` above one it runs every batch as that many workers would: slice by slice, with
+    the workers' seeds and each slice's own batch statistics. That is the reference for layers that
+    mix the batch or draw random numbers.
     """
 
     def __init__(self, *, num_slices: int = 1, rank: int = 0) -> None:
@@ -71,7 +70,7 @@ class Single:
         return self._contributed
 
     def about_to_run(self) -> None:
-        """Nothing to keep: nobody else needs this process's state."""
+        """Nothing to keep: no other process needs this one's state."""
 
     def weigh(self, batch: Slice) -> None:
         """Every slice is the whole batch."""
@@ -102,7 +101,7 @@ class Single:
         if result.applied:
             with recorder.APPLY:
                 scale(gradients, factor)
-                rows.apply(factor)  # before whatever follows the optimizer by a hook of its own
+                rows.apply(factor)  # before any hook that follows the optimizer
                 self.optimizer.step()
         else:
             rows.drop_gradients()

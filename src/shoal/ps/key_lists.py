@@ -1,10 +1,9 @@
-"""Key lists that were sent before, by name: a repeated one is not sent again.
+"""Key lists sent before, by name: a repeated list is not sent again.
 
-A batch's keys are pulled and then pushed, and come again in the next epoch. Both
-ends of a connection keep the newest lists, within the same bytes and in the
-order in which they were sent, so the sender knows what the other end still has.
-All are forgotten where a connection or a view ends. Between hosts only: within
-one, keys lie in shared memory.
+A batch's keys are pulled and then pushed, and come again in the next epoch. Both ends of a
+connection keep the newest lists, within the same limit and in the order in which they were sent, so
+the sender knows what the other end still has. All are dropped when a connection or a view ends.
+Between hosts only: within one, keys are in shared memory.
 """
 
 from __future__ import annotations

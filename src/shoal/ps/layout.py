@@ -1,10 +1,9 @@
-"""Layout of a model on servers: slots of rows, numbers of tables and chunks, dense parameters cut into chunks.
+"""Layout of a model on servers: slots of rows, numbers of tables and chunks, dense parameters divided into chunks.
 
-A row's slot is a hash of (table, key), fixed for good: checkpoints,
-deduplication and placement are by slot. It shares no bits with the hashes
-that find a row or fill it, so the rows of one slot are spread evenly in a
-table's index. The plan of chunks is a function of the model and of the servers
-at launch: every worker comes to the same one.
+A row's slot is a hash of (table, key), fixed for good: checkpoints, deduplication and placement are
+by slot. It shares no bits with the hashes that find a row or fill it, so the rows of one slot are
+spread evenly in a table's index. The plan of chunks is a function of the model and of the servers
+at launch: every worker computes the same one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Averages of weights as state of the optimizer: beside each parameter, updated with it.
 
-State of an optimizer is sharded, cut, held by servers, saved, and handed to
-replacements with the parameter it belongs to. An average that is such state is
-exact under every strategy, and over every recovery, without code of its own.
+Optimizer state is sharded, held by servers, saved, and transferred to replacements with its
+parameter. An average that is such state is exact under every strategy, and over every recovery,
+without code of its own.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class KeepsAverage(torch.optim.Optimizer):
                     if group[TAKE]:
                         self._move(parameter, float(group[TAKE]))
                 elif parameter.grad is not None and not group[DECAY]:
-                    # It never changed, so every average so far is what it is. Not in the state before the update: torch makes
-                    # its own of an empty state alone.
+                    # It never changed, so every average so far equals it. Not in the state before the
+                    # update: torch initialises only an empty state.
                     begun.append((parameter, parameter.detach().clone()))
         result = super().step(closure)  # of the class that it is mixed into
         for parameter, weights in begun:
@@ -72,7 +72,7 @@ def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 
 def keep_average(optimizer: torch.optim.Optimizer, *, decay: float) -> torch.optim.Optimizer:
-    """Let an optimizer that exists keep an average from now on."""
+    """Make an existing optimizer keep an average from now on."""
     if not isinstance(optimizer, KeepsAverage):
         optimizer.__class__ = averaged(type(optimizer))
         for group in (optimizer.defaults, *optimizer.param_groups):

@@ -1,11 +1,10 @@
-"""Sockets of gloo's groups: found among the descriptors of this process, checked against the other ranks', filtered.
+"""Sockets of gloo's groups: found among this process's descriptors, checked against the other ranks', filtered.
 
-Gloo listens for as long as a group lives, accepts anybody, keeps every
-connection, aborts the process when descriptors run out, and takes 8 bytes for
-a proof of which rank connects. So a listener drops every packet once its group
-is formed, and a group counts as formed only when both ends of each of its
-connections are ranks: every rank publishes its ends through the coordinator,
-which knows whom it speaks to.
+Gloo listens for as long as a group lives, accepts anybody, keeps every connection, aborts the
+process when descriptors run out, and takes 8 bytes as proof of which rank connects. So a listener
+drops every packet once its group is formed, and a group counts as formed only when both ends of
+each of its connections are ranks: every rank publishes its ends through the coordinator, which
+authenticates its clients.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ class GroupEnds(msgspec.Struct, frozen=True):
 
 
 class SocketsBefore:
-    """The sockets of this process before groups are formed, so that theirs can be told from others."""
+    """Sockets that this process had before groups were formed; later ones are the groups'."""
 
     def __init__(self, *, on_loopback: bool) -> None:
         self._before, self._on_loopback = system.open_sockets(), on_loopback
 
     def connections(self) -> dict[int, str]:
-        """New connections over the group's interface: descriptor -> which socket that is."""
+        """New connections over the group's interface: descriptor -> identity of its socket."""
         found = {}
         for fd, which in self._new():
             end = _end_of(fd)
@@ -67,18 +66,18 @@ class SocketsBefore:
         return [(fd, which) for fd, which in system.open_sockets().items() if self._before.get(fd) != which]
 
     def _is_over_interface(self, peer: str) -> bool:
-        # A connection that another thread opened at the same moment leads elsewhere.
+        # Another thread may have opened a connection at the same moment; its peer is no gloo listener.
         return ipaddress.ip_address(peer).is_loopback == self._on_loopback
 
 
 def ends_of(listeners: Mapping[int, Address], connections: Mapping[int, str]) -> GroupEnds:
-    """The listeners, and these connections, as the other ranks are told of them."""
+    """Listeners and these connections, in the form in which ranks publish them."""
     ends = (_end_of(fd) for fd in connections)
     return GroupEnds(list(listeners.values()), [end for end in ends if end is not None])
 
 
 def find_stranger(ends: Mapping[int, GroupEnds], rank: int) -> str | None:
-    """A connection of this rank's groups whose other end is no rank's, in words."""
+    """Description of a connection in this rank's groups whose other end is no rank; empty if there is none."""
     others = _others(ends, rank)
     doors = {address for each in ends.values() for address in each.listeners}
     for end in ends[rank].connections:
@@ -90,13 +89,13 @@ def find_stranger(ends: Mapping[int, GroupEnds], rank: int) -> str | None:
 
 
 def peers(ends: Mapping[int, GroupEnds], rank: int) -> set[int]:
-    """The ranks that this one is connected to."""
+    """Ranks that this one is connected to."""
     others = _others(ends, rank)
     return {others[end] for end in ends[rank].connections if end in others}
 
 
 def _others(ends: Mapping[int, GroupEnds], rank: int) -> dict[End, int]:
-    """Every end that this rank may have, and the rank at the other: it has published the opposite."""
+    """Expected ends of this rank's connections, each with the rank that published the opposite end."""
     return {
         (theirs, ours): other
         for other, each in ends.items()
@@ -106,16 +105,16 @@ def _others(ends: Mapping[int, GroupEnds], rank: int) -> dict[End, int]:
 
 
 def foreign_connection(listeners: Mapping[int, Address], pids: Sequence[int]) -> str | None:
-    """A connection of this host's to one of these listeners that no rank has made, in words.
+    """Description of a local connection to one of these listeners that no rank made.
 
-    `pids` are the ranks'; without them only the user of a connection tells.
+    `pids` are the ranks' processes; without them only the owner's user id is checked.
     """
     found = list(tcp.connections_to(listeners.values()))
     if not found:
         return None
     of_ranks = {inode for pid in pids for inode in _inodes(pid)}
     strange = [each for each in found if each.uid != os.getuid() or (pids and each.inode not in of_ranks)]
-    # A rank may have closed one between the two looks: that one is not there any more.
+    # A rank may have closed a connection between the two listings; those are no strangers.
     there = {each.inode for each in tcp.connections_to(listeners.values())} if strange else ()
     for each in strange:
         if each.inode in there:
@@ -124,12 +123,12 @@ def foreign_connection(listeners: Mapping[int, Address], pids: Sequence[int]) ->
 
 
 def drop_packets(listeners: Mapping[int, Address]) -> None:
-    """Have these listeners drop every packet from now on; connections that exist are not concerned."""
+    """Make these listeners drop every packet from now on. Existing connections are not affected."""
     # The return instruction of a filter program: keep 0 bytes of the packet.
     drop = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
     program = struct.pack("@HP", 1, ctypes.addressof(drop))
     for fd in listeners if system.IS_LINUX else ():
-        # Where a kernel has no filters strangers are still found out: `find_stranger` looks at every connection.
+        # A kernel without socket filters still detects strangers: `find_stranger` checks every connection.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
             sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
             sock.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
@@ -137,7 +136,7 @@ def drop_packets(listeners: Mapping[int, Address]) -> None:
 
 @contextlib.contextmanager
 def all_descriptors() -> Iterator[None]:
-    """Raise the limit of open files as far as it goes: gloo aborts where strangers use them up before the filter is on."""
+    """Raise the limit of open files as far as possible: gloo aborts if strangers use them up before the filter is on."""
     soft, hard = system.raise_open_files()
     try:
         yield
@@ -146,11 +145,11 @@ def all_descriptors() -> Iterator[None]:
 
 
 def shut(sockets: Mapping[int, str]) -> None:
-    """End these connections. Their owners notice, and close them."""
+    """Shut these connections down; their owners notice and close them."""
     for fd, which in sockets.items():
         with contextlib.suppress(OSError):
             if system.socket_identity(fd) != which:
-                continue  # closed, and its number used for something else
+                continue  # closed, and its number reused
             with socket.socket(fileno=os.dup(fd)) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -166,9 +165,9 @@ def _origin(end: End) -> str:
 
 
 def _inodes(pid: int) -> set[int]:
-    """The sockets of a process."""
+    """Inodes of all sockets of a process."""
     found = set()
-    with contextlib.suppress(OSError):  # it is gone, or on another host
+    with contextlib.suppress(OSError):  # the process is gone, or on another host
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 which = os.readlink(f"/proc/{pid}/fd/{fd}")
@@ -178,7 +177,7 @@ def _inodes(pid: int) -> set[int]:
 
 
 def _end_of(fd: int) -> End | None:
-    """Both addresses of a connection; None where this is none, or is closed by now."""
+    """Both addresses of a connection; None for other descriptors and closed ones."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             return _address(sock.getsockname()), _address(sock.getpeername())
@@ -199,7 +198,7 @@ def _address(name: tuple[str, int]) -> Address:
 
 
 def _as_gloo_writes_it(address: Address) -> bytes:
-    """The beginning of a struct sockaddr, up to and with the address."""
+    """First bytes of a struct sockaddr, through the address, as gloo stores them."""
     host = ipaddress.ip_address(address[0])
     port = struct.pack("!H", address[1])
     if host.version == 4:

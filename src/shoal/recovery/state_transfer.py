@@ -23,9 +23,9 @@ from shoal.runtime import serialization
 from shoal.runtime.serialization import NotSerializable
 
 _RESULT_TYPES: dict[str, type[Any]] = {}
-"""Dataclasses that results of exchanges may hold, by name; filled by `register_result_type`."""
+"""Dataclasses that exchange results may contain, by name; filled by `register_result_type`."""
 
-_OVERHEAD_BYTES = 256  # of one object among many
+_OVERHEAD_BYTES = 256  # per object among many
 
 
 @dataclass(slots=True)
@@ -44,30 +44,30 @@ class RecoveryState:
     """Number of the first exchange after the anchor."""
 
     call: int
-    """The call in which the anchor lies; calls below it are finished, and it too if `call_is_over`."""
+    """Call that contains the anchor; calls below it are finished, and so is this one if `call_is_over`."""
 
     call_is_over: bool
     anchor: dict[str, Any]
-    """The running call's note at the anchor."""
+    """State recorded by the running call at the anchor."""
 
     log: dict[int, Any] = field(default_factory=dict)
     """Results of the exchanges since the anchor."""
 
     results: dict[str, Any] = field(default_factory=dict)
-    """Results of finished calls, and of what the script reduced between them."""
+    """Results of finished calls, and of the script's reductions between them."""
 
     parts: dict[int, Part] = field(default_factory=dict)
     """State by the number of its owner."""
 
 
 def register_result_type(kind: type[Any]) -> type[Any]:
-    """Class decorator: results that hold this dataclass can be handed to a replacement."""
+    """Class decorator: allow this dataclass in results that are sent to a replacement."""
     _RESULT_TYPES[kind.__name__] = kind
     return kind
 
 
 def send(reducer: Reducer, state: RecoveryState, rank: int) -> None:
-    """Send the state to `rank`, which must be in `receive`."""
+    """Send the state to `rank`, which must call `receive`."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     fields["parts"] = {
         owner: {"plain": part.plain, "tensors": part.tensors} for owner, part in state.parts.items()
@@ -82,13 +82,13 @@ def send(reducer: Reducer, state: RecoveryState, rank: int) -> None:
         for leaf in leaves:
             raw = serialization.raw_bytes(leaf)
             if raw:
-                # torch wants memory that may be written, which long strings of bytes are not.
+                # torch wants writable memory, and long byte strings are not.
                 writable = bytearray(raw) if raw.readonly else raw
                 reducer.send_to(rank, torch.frombuffer(writable, dtype=torch.uint8))
 
 
 def receive(reducer: Reducer, donor: int) -> RecoveryState:
-    """Receive the state that `donor` sends; all of it, or PeerLost."""
+    """Receive the state that `donor` sends: all of it, or PeerLost."""
     with reducer.during("taking state over"):
         length = torch.zeros(1, dtype=torch.int64)
         reducer.receive_from(donor, length)
@@ -106,7 +106,7 @@ def receive(reducer: Reducer, donor: int) -> RecoveryState:
 
 
 def state_to_bytes(state: RecoveryState) -> bytes:
-    """The state for a file."""
+    """Serialize the state for a file."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     fields["parts"] = {
         owner: {"plain": part.plain, "tensors": part.tensors} for owner, part in state.parts.items()
@@ -121,7 +121,7 @@ def state_from_bytes(raw: bytes) -> RecoveryState:
 
 
 def num_bytes(value: Any) -> int:
-    """Bytes of a result in memory, or a little more."""
+    """Upper estimate of a result's bytes in memory."""
     if isinstance(value, Tensor):
         return _OVERHEAD_BYTES + value.numel() * value.element_size()
     if isinstance(value, dict):
@@ -132,7 +132,7 @@ def num_bytes(value: Any) -> int:
 
 
 def to_bytes(value: Any) -> bytes:
-    """Plain values, tensors and results in one piece of memory."""
+    """Serialize plain values, tensors and results into one buffer."""
     try:
         return serialization.dumps(value, _hook)
     except NotSerializable as error:
@@ -163,7 +163,7 @@ def _cannot_hand_over(error: NotSerializable) -> ClusterError:
 
 
 class KeptResults(MutableMapping[str, Any]):
-    """Results by name: those of this process, then those on disk."""
+    """Results by name: those of this process first, then those on disk."""
 
     def __init__(self, directory: Path, *, writes: bool) -> None:
         self._directory, self._writes = directory, writes

@@ -1,7 +1,7 @@
-"""Events of a process that are worth a line in events.jsonl: a sample skipped, a file read from its copy.
+"""Events of a process for events.jsonl: a sample skipped, a file read from its copy.
 
-A component that notices one emits it here and continues. In a launched job the sink sends
-it to the supervisor; a plain process keeps the newest in `emitted`.
+A component emits an event here and continues. In a launched job the sink sends it to the
+supervisor; a plain process keeps the newest in `emitted`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ def emit(kind: str, /, **facts: Any) -> None:
 
 
 def set_sink(sink: Callable[[str, dict[str, Any]], None] | None) -> None:
-    """Hand events from now on to `sink` as well. Called by the launcher and in reader processes."""
+    """Pass events from now on to `sink` as well. Called by the launcher and in reader processes."""
     global _sink
     _sink = sink

@@ -1,8 +1,7 @@
-"""Failpoints: named moments at which a fault can be injected, exactly and on purpose.
+"""Failpoints: named places at which a fault can be injected deterministically.
 
-Free while nothing is armed: one look at a name. Faults come with a process's
-job, as plain values; see `shoal.config.faults` for how a user writes them.
-Nothing here decides what is done about a fault.
+Free while nothing is armed: one lookup of a name. Faults come with a process's job, as plain
+values; see `shoal.config.faults` for the user's syntax. Reactions to a fault are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from shoal.config.faults import Fault
 
 
 class _MadeToFail(Exception):
-    """Exception of a fault of kind "raise": to shoal it is the user's own."""
+    """Exception of a fault of kind "raise": treated as the user's own."""
 
 
 class _Armed:
-    """The faults of this process that have not happened yet."""
+    """Faults of this process that have not been injected yet."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults = faults
@@ -45,16 +44,14 @@ class _Armed:
     def _is_due(self, fault: Fault) -> bool:
         if fault.step is None or fault.incarnation < 0:
             return fault.step in (None, self._step)
-        return (
-            self._step >= fault.step
-        )  # a worker that trains batches of its own does not come by every number
+        return self._step >= fault.step  # a worker with batches of its own does not reach every step number
 
 
 _armed: _Armed | None = None
 
 
 def arm(faults: Iterable[Fault], *, process: str, incarnation: int) -> None:
-    """Let those of `faults` happen that are meant for this process, in this life of it."""
+    """Arm those of `faults` that are meant for this incarnation of this process."""
     global _armed
     mine = [
         fault
@@ -65,7 +62,7 @@ def arm(faults: Iterable[Fault], *, process: str, incarnation: int) -> None:
 
 
 def failpoint(name: str, step: int | None = None) -> None:
-    """This process is at the failpoint `name`; `step` says which step it is in from here on."""
+    """Mark that this process is at the failpoint `name`; `step` sets its current step."""
     if _armed is not None:
         _armed.reached(name, step)
 

@@ -16,7 +16,7 @@ _kept: list[Any] = []
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
-    """The file system behind a URL or path, and the path on it. ConfigError where it is of no known kind, or not there."""
+    """File system behind a URL or path, and the path on it. ConfigError if its kind is unknown, or it is unreachable."""
     import fsspec
 
     try:
@@ -24,16 +24,15 @@ def open_file_system(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError, OSError) as error:
         if not url.startswith("hdfs://"):
             raise ConfigError(f"{url} cannot be opened: {error}. Nothing was read.") from error
-        said = str(error).partition("\n")[
-            0
-        ]  # pyarrow, which takes it without hdfs-native, names every place of a libjvm
+        # Pyarrow, the fallback without hdfs-native, lists every place of a libjvm.
+        said = str(error).partition("\n")[0]
         raise ConfigError(
             f"{url} cannot be opened: {said}. Nothing was read; install a client with pip install 'shoal[hdfs]'."
         ) from None
     if url.startswith("hdfs://") and all(system is not each for each in _kept):
         _reach(url)
-        # A fork empties fsspec's cache of clients, and there the threads of hdfs-native do not exist: a client that is let go of
-        # would wait for them for ever.
+        # A fork empties fsspec's cache of clients, and hdfs-native's threads do not exist in the child: a
+        # released client would wait for them for ever.
         _kept.append(system)
     return system, path
 

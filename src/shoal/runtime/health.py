@@ -1,4 +1,4 @@
-"""Health of one process, as its own loop tells it. Nothing here listens: `observe/health.py` answers who asks."""
+"""Health of one process, as reported by its own loop. `observe/health.py` serves it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ BEAT_EVERY_S = 1.0
 """From one turn of a loop to the next, where nothing else happens."""
 
 STALLED_AFTER_S = 30.0
-"""From a loop's last turn to the verdict that it is stuck: far longer than any turn takes on a busy machine."""
+"""Time since a loop's last turn after which it counts as stuck: far longer than any turn on a busy machine."""
 
 
 @dataclass(slots=True)
 class Health:
-    """State that one thread, a loop, tells and others read. Every assignment is atomic, so nothing takes a lock."""
+    """State written by one thread, a loop, and read by others. Every assignment is atomic, so nothing takes a lock."""
 
     role: str
     """coordinator, worker, server or host."""
@@ -32,13 +32,13 @@ class Health:
     _beat_at: float | None = None
 
     def beat(self, **figures: float) -> None:
-        """The loop turned, and so it stands. Until the first of them only the process itself shows that it lives."""
+        """Record a turn of the loop. Before the first, only the process itself shows that it is alive."""
         self._beat_at = time.monotonic()
         if figures:
             self.figures = figures
 
     def rests(self) -> None:
-        """No loop runs for a while, as between two heads."""
+        """No loop runs for a while, for example between two heads."""
         self._beat_at = None
 
     def stalled_s(self, now: float) -> float:

@@ -1,18 +1,15 @@
 """Compilation and on-disk cache of numba kernels.
 
-A kernel releases the GIL, never starts a thread (processes are forked after
-kernels were loaded), keeps IEEE arithmetic (the same bits everywhere), and is
-kept on disk, in a directory of the user's own, because what numba keeps there
-is code. The types it is compiled for are declared with it and there are no
+A kernel releases the GIL, never starts a thread (processes are forked after kernels were loaded),
+keeps IEEE arithmetic (the same bits everywhere), and is cached on disk, in a directory of the
+user's own, because the cache is code. Its argument types are declared with it and there are no
 others: so a process whose parent called `warm()` never compiles.
 
-Declaring a kernel does not import numba, which takes a second: `types` here
-are names of numba's, and what is `inlined` becomes numba's own when the first
-kernel of its file is prepared.
+Declaring a kernel does not import numba, which takes a second: `types` here are names of numba's,
+and `inlined` functions become numba's own when the first kernel of their file is prepared.
 
-What is shared by kernels of several files is here and only here; numba looks
-at a kernel's own file to see whether what it kept is still good, so this
-file's text is part of the directory's name.
+Code shared by kernels of several files is here and only here; numba checks only a kernel's own file
+for changes, so this file's text is part of the directory's name.
 """
 
 from __future__ import annotations
@@ -71,13 +68,13 @@ def _resolved(kind: Any) -> Any:
     return getattr(numba.types, kind) if isinstance(kind, str) else kind
 
 
-# ---- where compiled code is kept --------------------------------------------------------------------
+# ---- cache directory --------------------------------------------------------------------------------
 
 
 def cache_directory() -> Path | None:
-    """A directory only this user can enter, made where it is missing; None where there can be none.
+    """A directory only this user can enter, created if missing; None if impossible.
 
-    Then kernels are compiled anew in every process that is not forked from a warm one.
+    Then kernels are compiled in every process that is not forked from a warm one.
     """
     if os.environ.get("NUMBA_CACHE_DIR"):
         return Path(os.environ["NUMBA_CACHE_DIR"])
@@ -100,7 +97,7 @@ def cache_directory() -> Path | None:
 def _kept_in(directory: Path | None) -> Iterator[None]:
     import numba
 
-    # numba asks for the directory once, when a function is decorated; the user's own functions keep theirs.
+    # numba reads the directory once, when a function is decorated; the user's own functions keep theirs.
     config: Any = numba.config  # type checkers are told of it in part
     before = config.CACHE_DIR
     config.CACHE_DIR = str(directory or before)
@@ -161,18 +158,18 @@ class Kernel(Generic[Parameters, Result]):
 
                 bind(self._function)
                 with _kept_in(_DIRECTORY):
-                    # numpy's way to divide: a check for zero that could raise keeps loops from running over several
-                    # numbers at once, and a server that gets a setting of 0 has to say NaN as torch does, not to die.
+                    # numpy's division: a check for zero that could raise prevents vectorization, and a
+                    # server that gets a setting of 0 has to return NaN as torch does, not crash.
                     make: Any = numba.njit(nogil=True, error_model="numpy", cache=_DIRECTORY is not None)
                     self.dispatcher = make(self._function)
                 for signature in self._signatures:
                     self.dispatcher.compile(tuple(_resolved(kind) for kind in signature))
-                # Closed, it converts what may be written to what is only read instead of compiling another version.
+                # Closed, it converts writable arguments to read-only ones instead of compiling another
+                # version.
                 self.dispatcher.disable_compile()
                 self._is_ready = True
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        """Run it."""
         if not self._is_ready:
             self.prepare()
         return cast(Result, self.dispatcher(*args))
@@ -210,11 +207,11 @@ def intrinsic(function: Callable[..., Any]) -> Any:
     return Inlined(function, "intrinsic")
 
 
-# ---- which files' kernels are there already ----------------------------------------------------------
+# ---- compiled modules --------------------------------------------------------------------------------
 
 
 def _mark(module: str) -> Path | None:
-    """The file that says that all kernels of a module were compiled, by everything numba's own index depends on."""
+    """File that marks all kernels of a module as compiled, keyed like numba's own index."""
     found = importlib.util.find_spec(module)
     if _DIRECTORY is None or found is None or found.origin is None:
         return None
@@ -251,13 +248,13 @@ def compile_all(module: str) -> None:
 
 
 COMPILED_WITHIN_S = 600.0
-"""One that takes longer was ended with its job."""
+"""A compilation that takes longer was killed with its job."""
 
 
 def compile_in_background(module: str) -> bool:
-    """Start a process of its own that compiles a module's kernels for the next start.
+    """Start a process that compiles a module's kernels for the next start.
 
-    False where nothing can be kept, or another has just begun.
+    False if nothing can be cached, or another has just begun.
     """
     mark = _mark(module)
     if mark is None:
@@ -320,7 +317,7 @@ _AHEAD = 12  # rows; enough to hide a trip to memory, few enough to be still the
 
 @inlined
 def ask_ahead(rows: Any, i: int, table: Any) -> None:
-    """Have the cache lines of a row that comes soon under way."""
+    """Prefetch the cache lines of a row that comes soon."""
     if i + _AHEAD < len(rows):
         row_bytes = table.shape[1] * table.itemsize
         start = table.ctypes.data + np.int64(rows[i + _AHEAD]) * row_bytes
@@ -330,5 +327,5 @@ def ask_ahead(rows: Any, i: int, table: Any) -> None:
 
 @inlined
 def ask_for(array: Any, i: Any) -> None:
-    """Have the cache line of an element of a vector under way."""
+    """Prefetch the cache line of an element of a vector."""
     prefetch(array.ctypes.data + np.int64(i) * array.itemsize)

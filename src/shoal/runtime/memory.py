@@ -1,10 +1,9 @@
 """Memory of this process: how much it may still take, and returning freed blocks to the system.
 
-`available_bytes` looks at the machine and at the limits of control groups.
-glibc serves blocks of up to 32 MB from its heap once one of that size was
-freed, and a heap has holes. FSDP gathers and releases its units in every step:
-measured with 30 M parameters, Adam and 2 workers, a process held 990 MB by the
-third step, and 260 MB with large blocks straight from the system.
+`available_bytes` considers the machine and the limits of control groups. glibc serves blocks of up
+to 32 MB from its heap once one of that size was freed, and a heap has holes. FSDP gathers and
+releases its units in every step: measured with 30 M parameters, Adam and 2 workers, a process held
+990 MB by the third step, and 260 MB with large blocks straight from the system.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take without anybody being swapped out or killed."""
+    """Memory that this process may still take without anything being swapped out or killed."""
     free = int(psutil.virtual_memory().available)
     return max(0, min([free, *_cgroup_rooms()]))
 
@@ -56,7 +55,7 @@ def _room(group: Path, limit: str, used: str, cached: str) -> int | None:
         figures = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    # The kernel's cache of files is counted as used, and given back when somebody wants the memory.
+    # The page cache counts as used, and is released on demand.
     return (
         most - now + sum(int(figures.get(each, 0)) for each in (cached, cached.replace("inactive", "active")))
     )
@@ -66,8 +65,10 @@ LARGE_BYTES = 4 << 20
 """Blocks from here on go back to the system as soon as they are freed. Smaller ones are not worth the page faults."""
 
 KEPT_BYTES = 8 * LARGE_BYTES
-"""Bytes that may lie idle at the end of the heap. Once told of large blocks, glibc would else give back all but 128 KB of it at every
-chance, and take it again: measured, a third of the time of Adam's update."""
+"""Bytes that may be idle at the end of the heap. With a limit for large blocks, glibc would otherwise
+return all but 128 KB of it at every chance, and take it again: measured, a third of the time of
+Adam's update.
+"""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")

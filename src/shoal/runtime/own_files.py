@@ -1,7 +1,7 @@
 """Files and directories of this user: opened without following links, their owner checked before a byte is read.
 
-For places where others may write too, such as /tmp or a shared run directory.
-A file that another user planted there (a link, a FIFO, a device) is an OSError.
+For places where other users may write too, such as /tmp or a shared run directory. A planted file
+(a link, a FIFO, a device) is an OSError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_BYTES = 16 << 20
 
 def open_file(path: str | Path, flags: int, *, dir_fd: int | None = None, any_owner: bool = False) -> int:
     """Open a regular file, of this user's unless `any_owner`; created with mode 0600 where `flags` has O_CREAT."""
-    # Non-blocking: the open of a FIFO would wait for its other end. A regular file knows no difference.
+    # Non-blocking: opening a FIFO would wait for its other end. A regular file is not affected.
     guarded = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, guarded, 0o600, dir_fd=dir_fd)
     return _checked(fd, path, stat.S_ISREG, "regular file", any_owner=any_owner)

@@ -1,7 +1,7 @@
-"""Page-locked memory: mappings that a device copies from and to by itself, at several times the speed.
+"""Page-locked memory: mappings that a device copies from and to by DMA, at several times the speed.
 
-Locking backs all of a mapping with memory at once. Where it is refused (a limit
-on locked memory, another kind of device) copies are slower and nothing else changes.
+Locking backs all of a mapping with memory at once. If it is refused (a limit on locked memory,
+another kind of device) copies are slower and nothing else changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Atomic replacement of a directory: a reader sees the old one or the new one, whole."""
+"""Atomic replacement of a directory: a reader sees the old one or the new one, complete."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def temporary_name(target: Path) -> Path:
-    """Name beside `target` under which its replacement is written. What a killed writer left is known by it."""
+    """Name beside `target` under which its replacement is written; identifies leftovers of a killed writer."""
     return target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
 
 
 def replace_directory(new: Path, target: Path) -> None:
-    """Put `new` in the place of `target`; what was there may still be there as `new`."""
+    """Put `new` in the place of `target`; the previous directory may remain as `new`."""
     try:
         os.rename(new, target)  # a new name, or over an empty directory
     except OSError as error:
@@ -30,7 +30,7 @@ def replace_directory(new: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two names change places at once; False where the filesystem cannot."""
+    """Exchange two names atomically; False if the filesystem cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     at_cwd, exchange = -100, 2
     return (

@@ -1,8 +1,8 @@
 """The scratch directory of a job: files that live as long as it runs.
 
-All workers of a job share it. The supervisor makes it empty and removes it
-with the job, however that ends; a plain process removes its own at exit, and
-when it makes it, those of processes that were killed.
+All workers of a job share it. The supervisor creates it empty and removes it with the job, however
+that ends; a plain process removes its own at exit, and leftovers of killed processes when it
+creates it.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def _remove() -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Take away what is left of this user's processes that were killed."""
+    """Remove directories of this user's killed processes."""
     for place in parent.glob(f"{_PREFIX}*"):
         try:
             owner = _owner_of(place)
         except (OSError, ValueError):
-            continue  # another user's, or it is being made, or taken away, just now
+            continue  # another user's, or being created or removed just now
         if system.start_of(owner[0]) != owner[1]:
             shutil.rmtree(place, ignore_errors=True)
 
 
 def _owner_of(place: Path) -> tuple[int, str]:
-    # Anybody may put a directory of this name here, with anything in it.
+    # Any user may put a directory of this name here, with any content.
     directory = own_files.open_directory(place)
     try:
         pid, started = own_files.read(_OWNER, dir_fd=directory, max_bytes=_OWNER_BYTES).decode().split()

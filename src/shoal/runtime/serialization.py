@@ -1,11 +1,10 @@
-"""Serialization of nested plain values, tensors and arrays, without pickle: nothing read back can run as code.
+"""Serialization of nested plain values, tensors and arrays, without pickle: reading cannot execute code.
 
-Two forms. JSON, for the readable part of checkpoints (`to_plain`): JSON has no
-tuple, no infinity and no integer keys, so they are written as one-entry
-objects whose key starts with "$". Msgpack, for values with tensors and arrays:
-small ones in one piece (`encode`), or a header with the arrays beside it, to be
-sent one by one (`pack`) or behind each other (`dumps`). A value that could not
-be given back exactly is refused by name. Loads neither torch nor numpy by itself.
+Two forms. JSON, for the readable part of checkpoints (`to_plain`): JSON has no tuple, no infinity
+and no integer keys, so they are written as one-entry objects whose key starts with "$". Msgpack,
+for values with tensors and arrays: small ones in one piece (`encode`), or a header with the arrays
+beside it, to be sent one by one (`pack`) or concatenated (`dumps`). A value that could not be
+restored exactly is refused by name. Loads neither torch nor numpy by itself.
 """
 
 from __future__ import annotations
@@ -64,11 +63,10 @@ def from_plain(value: Any) -> Any:
 
 
 def unlike(saved: Any, own: Any, where: str, *, may_be_none: bool = False) -> str | None:
-    """The first value of `saved` that is of another kind than the one in its place in `own`; None where there is none.
+    """First value of `saved` of another kind than its counterpart in `own`; None if there is none.
 
-    Anything is like None (and None like anything where it `may_be_none`), a
-    whole number or a tensor of one number like any number, and a key may be in
-    one of two dicts alone.
+    Anything matches None (and None matches anything if it `may_be_none`), a whole number or a
+    tensor of one number matches any number, and a key may be in only one of two dicts.
     """
     saved, own = (value.item() if hasattr(value, "item") else value for value in (saved, own))
     if own is None or (saved is None and may_be_none):
@@ -135,14 +133,14 @@ _HEAD, _SIZE = struct.Struct("<BB"), struct.Struct("<q")
 _encoder = msgspec.msgpack.Encoder()
 
 Hook = Callable[[Any], "tuple[str, Any] | None"]
-"""Gives the tag and the parts of a value of a foreign type, or None for what the codec shall try itself."""
+"""Returns the tag and the parts of a value of a foreign type, or None to let the codec try."""
 
 Unhook = Callable[[str, Any], Any]
 """Makes the value of a tag and its parts again."""
 
 
 class NotSerializable(Exception):
-    """Not an error a user sees: `what` names a value that the codec does not hold, and the caller says what to do."""
+    """Internal: `what` names a value that the codec does not support; the caller adds advice."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def run_over_deaths(call: str, number: int, run: Callable[[Reducer], T], timeout_s: float | None = None) -> T:
-    """Run a call over all ranks, again where one is lost; a replacement is given the results of those that are over."""
+    """Run a collective call, again if a rank is lost; a replacement receives the results of finished ones."""
     strategy, remembered = present_moment()
     job = jobs.current()
 

@@ -1,8 +1,9 @@
-"""Dry run of a step: its memory on one of many ranks, in one process, without a peer and without the memory.
+"""Dry run of a step: its memory on one of many ranks, in one process, without peers and without the memory.
 
-Forward and backward run on fake tensors (shapes and no data) over torch's fake process group, and torch's MemTracker
-counts what would be held at once. fsdp is cut as it would be; what tp and pp leave of it is the planner's to say
-(`shoal.observe.planner.cost_model`), and so is the optimizer's state, which is read off the one real step.
+Forward and backward run on fake tensors (shapes and no data) over torch's fake process group, and
+torch's MemTracker counts the peak. fsdp shards as in a real run; the planner
+(`shoal.observe.planner.cost_model`) accounts for tp and pp, and for the optimizer's state, which is
+measured in the one real step.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from shoal.parallel.protocol import TrainJob
 
 
 class DryRuns:
-    """Dry runs of one model. Made before a strategy has it, because that hangs its own hooks on it."""
+    """Dry runs of one model. Created before the strategy, which adds its own hooks to the model."""
 
     def __init__(self, model: nn.Module, wanted: Sequence[tuple[int, int]]) -> None:
         """`wanted`: ranks that share a batch, and shards of fsdp."""
-        # Tensors of the script's own (a mask beside the module) are taken as they are.
+        # Tensors of the script's own (a mask beside the module) are used as they are.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with FakeCopyMode(self._fake):
             self._wanted = [(*each, copy.deepcopy(model)) for each in wanted]
 
     def run(self, job: TrainJob, batches: Batches, optimizer: Any) -> list[dict[str, Any]]:
-        """For each that was wanted, bytes of parameters, gradients and optimizer, and at the peak."""
+        """For each wanted configuration, bytes of parameters, gradients and optimizer, and the peak."""
         state = _state_bytes(optimizer)
         found = []
         for num_ranks, num_shards, model in self._wanted:
@@ -45,7 +46,7 @@ class DryRuns:
             try:
                 with _fake_group(num_shards) as mesh:
                     figures = self._step(job, model, part, mesh)
-            except Exception as error:  # whatever a model does that shapes alone do not tell
+            except Exception as error:  # a model may do anything that shapes alone do not support
                 return [{"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}]
             found.append(
                 {"ranks": num_ranks, "shards": num_shards, "optimizer_bytes": state // num_shards, **figures}
@@ -80,12 +81,12 @@ class DryRuns:
             output = ModelCall(model)(inputs)
             try:
                 return job.loss(output, target, max(part.num_local, 1), part.num_global, weight_of(batch))[0]
-            except Exception:  # a loss that looks at its values: its own tensors are small beside the model's
+            except Exception:  # a loss that reads its values: its own tensors are small beside the model's
                 return _total(output)
 
 
 def _total(output: Tree) -> Tensor:
-    """A number that everything which was computed goes into."""
+    """A scalar of all results."""
     found = [each for each in leaves(output) if isinstance(each, Tensor) and each.requires_grad]
     return sum((each.sum() for each in found[1:]), start=found[0].sum())
 
@@ -104,7 +105,7 @@ def _state_bytes(optimizer: Any) -> int:
 
 @contextmanager
 def _fake_group(num_shards: int) -> Iterator[DeviceMesh | None]:
-    """A group of so many ranks of which this one alone is there; none for one."""
+    """A group of this many ranks of which only this one exists; none for one."""
     if num_shards == 1:
         yield None
         return

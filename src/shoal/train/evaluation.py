@@ -47,7 +47,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss and metrics over all of `batches`, or the first `num_batches`, equal on every rank.
 
-    `loss` in the place of the one that is trained.
+    `loss` replaces the training loss.
     """
     loss = loss or job.loss
     metrics.reset()
@@ -56,12 +56,9 @@ def evaluate(
         with recorder.COMPUTE:
             output = strategy.forward(part)
         target, weight = place((part.target, part.weight), job.device, job.cast_inputs)
-        with (
-            torch.no_grad(),
-            autocast(job),
-            gathering.over(part),
-        ):  # as in training: a loss rounds less than the layers before it
-            # Of a borrowed sample too: a loss that reads parameters may have to gather them, with all ranks.
+        # As in training: a loss rounds less than the layers before it.
+        with torch.no_grad(), autocast(job), gathering.over(part):
+            # For a borrowed sample too: a loss that reads parameters may have to gather them, on all ranks.
             total, count = loss(output, target, max(part.num_local, 1), part.num_global, weight)
         if not part.borrowed:
             sums += torch.tensor([float(total), count], dtype=torch.float64)
@@ -86,7 +83,7 @@ def predict(
 ) -> Tree:
     """The model's outputs for all of `batches`, in the order of the data, the same on every rank.
 
-    With `out` they are written there, by the ranks that are a writer, and their number is returned.
+    With `out` the writer ranks write them there, and their number is returned.
     """
     if out is not None:
         from shoal.train.prediction_files import PredictionFile, write_manifest  # and with them pyarrow
@@ -102,7 +99,7 @@ def predict(
         rows = [int(each.sum()) for each in counts]
         if rank == 0 and is_writer:
             write_manifest(out, rows)
-        strategy.reduce(torch.zeros(1))  # nobody goes on before it is there
+        strategy.reduce(torch.zeros(1))  # barrier: no rank goes on before it is written
         return {"out": out, "rows": sum(rows)}
     kept: list[Tree] = []
     sizes: list[int] = []
@@ -113,7 +110,8 @@ def predict(
         sizes.append(part.num_local)
     mine = concatenate(kept)
     gathered = [strategy.gather(leaf) for leaf in leaves(mine) if isinstance(leaf, Tensor)]
-    # Every rank's own, not what an even cut would give: shares may differ, and bad samples may be left out.
+    # Every rank's own sizes, not those of an even division: shares may differ, and bad samples may be
+    # skipped.
     by_rank = [counts.tolist() for counts in strategy.gather(torch.tensor(sizes))]
     whole = iter([_in_data_order(parts, by_rank) for parts in gathered])
     return map_tensors(lambda tensor: next(whole), template)
@@ -179,7 +177,7 @@ def _slices(
 
 
 def _in_data_order(parts: list[Tensor], sizes: list[list[int]]) -> Tensor:
-    """Every rank's rows, laid back into the batches they were cut from; `sizes` are by rank and batch."""
+    """Every rank's rows, in the order of the batches they were divided from; `sizes` are by rank and batch."""
     pieces = [torch.split_with_sizes(part, own) for part, own in zip(parts, sizes, strict=True)]
     return torch.cat([piece for batch in zip(*pieces, strict=True) for piece in batch])
 
@@ -218,12 +216,12 @@ class NoMetrics:
 def metric_set(
     metrics: Sequence[Any] | dict[str, Any], *, loss_kind: OutputKind, ignore_index: int | None
 ) -> MetricSet | NoMetrics:
-    """The metrics asked for, by name or as torchmetrics objects.
+    """The requested metrics, by name or as torchmetrics objects.
 
-    torchmetrics is imported when there is something to measure, and not before:
-    it can take longer than a short script trains.
+    torchmetrics is imported only when there is something to measure: it can take longer than a
+    short script trains.
     """
-    # An empty list or dict; a lone torchmetrics object has a truth of its own, and goes on to be refused or taken.
+    # An empty list or dict; a lone torchmetrics object defines its own truth value, and is handled below.
     if isinstance(metrics, (list, tuple, dict)) and not metrics:
         return NoMetrics()
     from shoal.train.metrics import MetricSet

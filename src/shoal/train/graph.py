@@ -1,10 +1,9 @@
 """Graph of a model as it was run: sources, layers and edges, recorded during its first forward, by rank 0.
 
-Nothing is traced or run for it. While the model's own forward runs for the
-first time, every tensor carries the name of the layer it came from; a module
-that called no other is a layer, and so is what joins several of them. Where the strategy put each layer and what it
-sends is asked of the strategy (`Places`). `graph.json` of the run directory is
-what the dashboard and `shoal graph` draw.
+Nothing is traced or run for it. While the model's own forward runs for the first time, every tensor
+carries the name of the layer it came from; a module that called no other is a layer, and so is an
+operation that joins several of them. The strategy reports where it put each layer and what it sends
+(`Places`). `graph.json` of the run directory is drawn by the dashboard and `shoal graph`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MAX_LAYERS = 5000
 
 
 class _Provenance(TorchFunctionMode):
-    """Name of the layer or source that each tensor was computed from; what has several gets a name by `join`."""
+    """Name of the layer or source of each tensor; a tensor with several gets a name by `join`."""
 
     def __init__(self, join: Callable[[list[str], str, Any], str]) -> None:
         super().__init__()
@@ -44,7 +43,7 @@ class _Provenance(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if self.is_off:
             return result
-        with contextlib.suppress(Exception):  # whatever it is, training goes on
+        with contextlib.suppress(Exception):  # on any error training goes on
             results = _tensors(result)
             names = self.of((args, kwargs)) if results else []
             if names:
@@ -86,7 +85,7 @@ class GraphRecorder:
 
     def close(self) -> None:
         self._stop()
-        # Modes are popped by position: one that the model's code has entered since is not ours to pop.
+        # Modes are popped by position: one that the model's code has entered since must stay.
         innermost = _get_current_function_mode()  # type: ignore[no-untyped-call]
         if self._provenance is not None and innermost is self._provenance:
             self._provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -101,7 +100,7 @@ class GraphRecorder:
             self._provenance.is_off = True
 
     def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """A model that is stranger than we think must train all the same."""
+        """Ignore any error: an unusual model must train all the same."""
 
         def run(*args: Any) -> None:
             try:
@@ -119,7 +118,7 @@ class GraphRecorder:
         self._calls.append((path, False))
 
     def _is_plain(self, args: Any) -> bool:
-        """Whether this is a forward on data, and not a trace by somebody else."""
+        """Whether this is a forward on data, not another tool's trace."""
         return (
             not torch.compiler.is_compiling()
             and _get_current_dispatch_mode() is None
@@ -177,7 +176,7 @@ class GraphRecorder:
         self._forget_unused(self._provenance.of(output))
 
     def _join(self, names: list[str], called: str, result: Tensor) -> str:
-        """A node for what is computed from several: a sum, a concatenation, a product."""
+        """Node for a value computed from several: a sum, a concatenation, a product."""
         if len(self.layers) >= MAX_LAYERS:
             return names[0]
         inside = self._calls[-1][0]
@@ -214,7 +213,7 @@ class GraphRecorder:
                 }
 
     def _forget_unused(self, results: list[str]) -> None:
-        """Drop joins that lead nowhere: they were made inside a layer, which is drawn as one."""
+        """Drop joins without consumers: they are inside a layer, which is drawn as one."""
         before: dict[str, list[str]] = {}
         for start, end in self.edges:
             before.setdefault(end, []).append(start)
@@ -237,7 +236,7 @@ class GraphRecorder:
         inputs = _tensors(args)
         for tensor in inputs:
             names = self._provenance.of(tensor)
-            if not names:  # made by code that is not followed: a kernel of its own, or a constant
+            if not names:  # from code that is not followed: a kernel of its own, or a constant
                 names = [f"input {len(self.sources)}"]
                 self._add_source(names[0], tensor)
             self._connect(names, path, tensor.nbytes)
@@ -269,7 +268,7 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
 class GraphReport:
     """`graph.json` of a run: begun before the strategy has the model, written after its first step.
 
-    A model or a strategy that is stranger than we think has no graph, and trains all the same.
+    An unusual model or strategy has no graph, and trains all the same.
     """
 
     def __init__(self, model: nn.Module, run_dir: Path) -> None:
@@ -289,7 +288,7 @@ class GraphReport:
                 self._recorder = GraphRecorder(model)
 
     def write(self, strategy: Strategy, *, num_local: int, num_workers: int) -> None:
-        """Write what was recorded, once. `num_local`: samples of this worker in a step."""
+        """Write the recorded graph, once. `num_local`: samples of this worker in a step."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
@@ -315,7 +314,7 @@ def describe(
     num_local: int,
     num_workers: int,
 ) -> dict[str, Any]:
-    """The graph in plain values. Bytes are of one worker and one step: those of the forward that was seen, for its slice."""
+    """The graph in plain values. Bytes are of one worker and one step: of the recorded forward, for its slice."""
     scale = num_local / recorder.num_samples if recorder.num_samples else 1.0
     before: LayerPlace | None = None
     layers, communication = [], []
@@ -326,7 +325,7 @@ def describe(
             "parameters": sum(numel for numel, _ in whole) or layer["parameters"],
             "parameter_bytes": sum(numel * size for numel, size in whole) or layer["parameter_bytes"],
         }
-        # A layer that the strategy says nothing of stays where the one before it was.
+        # A layer without a place has that of the layer before it.
         place = _place_of(layer["name"], places) or _follows(before)
         placed[layer["name"]] = before = place
         layers.append(
@@ -372,7 +371,7 @@ def describe(
 
 
 def _place_of(layer: str, places: dict[str, LayerPlace]) -> LayerPlace | None:
-    """The place of a layer, of the module it is in, or of one inside it."""
+    """Place of a layer, of a module around it, or of one inside it."""
     parts = layer.split(".")
     for length in range(len(parts), 0, -1):
         if (found := places.get(".".join(parts[:length]))) is not None:
@@ -388,7 +387,9 @@ def _follows(before: LayerPlace | None) -> LayerPlace:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """By `module.compile()` or `torch.compile(module)`: Dynamo would trace the recording too, or break its graph for it."""
+    """Whether a module is compiled, by `module.compile()` or `torch.compile(module)`: Dynamo would
+    trace the recording too, or break its graph.
+    """
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # imported where something was compiled
     return getattr(module, "_compiled_call_impl", None) is not None or (
         eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)

@@ -1,10 +1,9 @@
 """Batches by lease: the coordinator hands out ranges of the data, and this worker trains them.
 
-In relaxed strategies one worker trains whole batches, and a fast one more of
-them. A lease is asked for while another is being worked on, so a coordinator
-that is away for some seconds is missed by nobody. A lease is finished when
-the last of its batches is acknowledged by the servers; or given up, when
-another worker that was handed it too has finished it first.
+In relaxed strategies one worker trains whole batches, and a fast one more of them. A worker asks
+for the next lease while it works on one, so a coordinator that is away for some seconds delays
+nobody. A lease is finished when the servers have acknowledged the last of its batches; or given up,
+when another worker with a backup of it has finished first.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from shoal.train.progress import Position
 from shoal.train.reports import data_identity
 
 LEASES_PER_WORKER = 8
-"""Of an epoch, at least: so that a slow worker keeps the others waiting only for its last one."""
+"""Minimum number per epoch, so that a slow worker delays the others only by its last one."""
 
 MAX_BATCHES = 32
-"""Of a lease, at most: what a killed worker leaves to be run again."""
+"""Largest lease: the work that a killed worker leaves to be repeated."""
 
 ENDLESS = 1 << 20
 """Epochs of a fit that ends by its steps."""
 
 NEAR_STEPS = 16
-"""Per worker, before a fit's last step: then every push is acknowledged before the next batch begins."""
+"""Steps per worker before a fit's last step in which every push is acknowledged before the next batch begins."""
 
 POLL_EVERY_S = 0.05
 """Poll interval at an epoch's end, when another worker may be faster with the same lease."""
 
 ANSWER_S = 0.25
-"""Time-out of such a poll: a coordinator that is away must not keep anybody."""
+"""Time-out of such a poll: a coordinator that is away must not delay training."""
 
 
 _OVER = object()
@@ -71,8 +70,8 @@ class Leasing:
         trainer: int = 0,
         kept: dict[str, Any] | None = None,
     ) -> None:
-        """`first` is the epoch and the step at which the fit began, and from which leases count. It goes on at `position`, or where a relaxed strategy
-        had come that `kept` this in a checkpoint.
+        """`first` is the epoch and the step at which the fit began, and from which leases count. It
+        continues at `position`, or at the position `kept` by a relaxed strategy in a checkpoint.
         """
         num_samples, size = batches.num_samples, batches.batch_size(1)
         if num_samples is None or not size:
@@ -86,7 +85,7 @@ class Leasing:
         num_batches = self._num_batches = -(-num_samples // size)
         self._began_whole = kept is not None or position.step > self._first_step or not position.next_index
         per_lease = max(1, min(MAX_BATCHES, num_batches // (num_workers * LEASES_PER_WORKER)))
-        if kept is not None:  # names of pushes, and so the marks, depend on it
+        if kept is not None:  # names of pushes, and so the sequence marks, depend on it
             per_lease = kept["samples_per_lease"] // size
         num_leases = -(-num_batches // per_lease)
         epoch = position.epoch - first_epoch
@@ -97,7 +96,8 @@ class Leasing:
             else first_lease + position.next_index // (per_lease * size)
         )
         counted = _counted(kept, done_below)
-        self._skip = {lease: everywhere for lease, _, everywhere in counted}  # batches that count already
+        # Batches that are applied already.
+        self._skip = {lease: everywhere for lease, _, everywhere in counted}
         done_in_epoch = min((done_below - first_lease) * per_lease * size, num_samples)
         self._strategy, self._batches, self._size = strategy, batches, size
         self._request_fields: dict[str, Any] = {
@@ -142,7 +142,7 @@ class Leasing:
         self._dropped: set[int] = set()
         self._finished: list[int] = []
         self._busy_s: list[float] = []  # of each of them
-        self._worked_s, self._since = 0.0, 0.0  # on the present one; when the batch at hand was given out
+        self._worked_s, self._since = 0.0, 0.0  # on the present one; when the current batch was given out
         self._waited_before = 0.0
         self._is_over = self._is_ending = False
         self._requested_at = 0.0
@@ -158,7 +158,7 @@ class Leasing:
         part = self._draw(flow)
         while part is not None:
             began_at = time.monotonic()
-            # At an epoch's end the next batch may be another's by then.
+            # At an epoch's end another worker may have the next batch by then.
             coming = None if self._is_ending else next(flow, _OVER)
             if isinstance(coming, Slice):
                 self._worked_s += time.monotonic() - began_at
@@ -168,14 +168,14 @@ class Leasing:
             part = self._draw(flow) if coming is None else coming if isinstance(coming, Slice) else None
 
     def _lay_out(self, epoch: int) -> None:
-        """All workers put the model on the servers together, including those that will get no lease."""
+        """Lay out the model on the servers, by all workers together, including those that will get no lease."""
         if not self._strategy.is_laid_out:
             whole = self._batches.slices(epoch=epoch, start=0, stop=1, rank=0, num_workers=1)
             self._strategy.lay_out(next(whole))
             getattr(whole, "close", lambda: None)()
 
     def _draw(self, flow: Iterator[Slice | None]) -> Slice | None:
-        """The next batch, waited for; None at the end of the epoch. Nothing of this worker's may be in training."""
+        """Wait for the next batch; None at the end of the epoch. No batch of this worker may be in training."""
         while True:
             part = next(flow, _OVER)
             if part is not None:
@@ -183,7 +183,7 @@ class Leasing:
             self._receive()
 
     def _flow(self, epoch: int) -> Iterator[Slice | None]:
-        """Batches of the leases at hand; None where there is none and the caller has to wait for one."""
+        """Batches of the present leases; None if there is none and the caller has to wait for one."""
         while True:
             if self._answer is not None and self._answer.done():
                 self._receive()
@@ -197,7 +197,8 @@ class Leasing:
             lease = self._held.popleft()
             self._taken.add(lease.number)
             self._working_on = lease.number
-            # What a checkpoint brought along is not computed again; the last batch is, to finish the lease with.
+            # Batches already applied by the checkpoint are not repeated; the last one is, to finish the
+            # lease with.
             skipped = min(self._skip.get(lease.number, 0) * self._size, lease.stop - lease.start - 1)
             start = lease.start + skipped // self._size * self._size
             for part in self._batches.slices(
@@ -208,9 +209,9 @@ class Leasing:
                 yield part
 
     def trained(self, part: Slice, position: Position, *, last_step: int | None = None) -> int:
-        """A batch was pushed; returns how many updates there were since this worker's last, its own among them.
+        """Record a pushed batch; returns the number of updates since this worker's last, its own included.
 
-        Near `last_step` its acknowledgement is waited for: it tells how many the others have made.
+        Near `last_step` the acknowledgement is awaited: it has the number of the others' updates.
         """
         near = NEAR_STEPS * self._request_fields["num_workers"]
         if last_step is not None and position.step + near >= last_step:
@@ -220,7 +221,7 @@ class Leasing:
         lease = part.start // self._naming.samples_per_lease
         stop = min((lease + 1) * self._naming.samples_per_lease, self._request_fields["num_samples"])
         if part.start + part.num_global >= stop:
-            self._strategy.settle()  # nobody else runs a finished lease again
+            self._strategy.settle()  # a finished lease is not run again
             number = (part.epoch - self._first_epoch) * self._naming.num_leases + lease
             if self._naming.stream(number) not in self._strategy.left_out:
                 self._finished.append(number)
@@ -245,7 +246,7 @@ class Leasing:
         return num_new
 
     def end(self) -> None:
-        """Give all leases back, so that nobody waits for this worker; waiting workers are told that it is over."""
+        """Give all leases back, so that no worker waits for this one; waiting workers are told that it is over."""
         self._strategy.flush()
         self._strategy.push_residuals()
         self._strategy.settle()
@@ -258,12 +259,11 @@ class Leasing:
             )
 
     def epoch_is_over(self, position: Position, *, over: bool) -> bool:
-        """No worker goes on with the epoch: all agree where it ended, and whether the fit is over with it."""
+        """No worker continues the epoch: all agree where it ended, and whether the fit is over with it."""
         self._strategy.push_residuals()
-        self._strategy.rest()  # others may still be a batch ahead of who has stopped
-        first_update = (
-            self._updates_before - self._steps_before
-        )  # the same everywhere, but for who came halfway
+        self._strategy.rest()  # others may still be a batch ahead of a worker that has stopped
+        # Equal everywhere, except for a worker that joined halfway.
+        first_update = self._updates_before - self._steps_before
         mine = [self._strategy.updates, int(over), self._naming.done_below, -first_update]
         gathered = torch.stack(self._strategy.gather(torch.tensor(mine)))
         newest, is_over, done_below, before = gathered.max(0).values.tolist()
@@ -277,23 +277,24 @@ class Leasing:
             position.samples = self._samples_before + (newest - self._updates_before) * self._size
             position.next_index = min(max(within, 0) * self._naming.samples_per_lease, num_samples - 1)
             return True
-        # Counted by the data where that can be: a push that was sent again while a server was lost may count twice here.
+        # Counted by the data if possible: a push that was repeated while a server was lost may count twice
+        # here.
         if self._began_whole:
             position.step = self._first_step + (position.epoch + 1 - self._first_epoch) * self._num_batches
         else:
-            # Not what this worker has counted: a batch that another had pushed before it was no update.
+            # Not this worker's own count: a batch that another had pushed before was no update.
             position.step = newest + before
         position.samples = self._samples_before + (position.epoch + 1 - self._epoch_before) * num_samples
         position.next_index = num_samples
         return bool(is_over)
 
     def share_statistics(self) -> None:
-        """Have the workers' running statistics averaged: each has seen other batches."""
+        """Average the workers' running statistics: each has seen other batches."""
         self._strategy.share_statistics()
 
     @property
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint: enough to hand out the rest; `counted` says which batches count already."""
+        """State for a checkpoint: enough to hand out the rest; `counted` says which batches are applied already."""
         return {
             "samples_per_lease": self._naming.samples_per_lease,
             "num_leases": self._naming.num_leases,
@@ -323,7 +324,7 @@ class Leasing:
             self._request()
         assert self._answer is not None
         if not self._answer.done():
-            self._strategy.rest()  # nobody has to wait for a worker that has nothing to do
+            self._strategy.rest()  # no worker has to wait for an idle one
         answer, self._answer = self._answer.result(), None
         self._naming.done_below = max(self._naming.done_below, answer.done_below)
         self._drop_finished(answer)
@@ -336,7 +337,7 @@ class Leasing:
                 self._held.append(_Lease(number, epoch, start, stop))
 
     def _poll(self) -> None:
-        """Before the next batch, check whether others were faster; a worker that holds something is answered at once."""
+        """Before the next batch, check whether others were faster; a worker that holds a lease is answered at once."""
         if self._answer is not None:
             wait([self._answer], timeout=ANSWER_S)
             if self._answer.done():
@@ -355,7 +356,7 @@ class Leasing:
 
 
 def _counted(kept: dict[str, Any] | None, done_below: int) -> list[tuple[int, int, int]]:
-    """(lease, batches that count in slot 0, in all slots) of leases that were under way at a checkpoint."""
+    """(lease, batches applied in slot 0, in all slots) of leases in progress at a checkpoint."""
     saved = kept.get("counted", []) if kept is not None else []
     return [(lease, in_slot_0, everywhere) for lease, in_slot_0, everywhere in saved if lease >= done_below]
 

@@ -1,9 +1,8 @@
-"""Load balance: shares of a batch per worker, checked, reported and, where speed decides, measured and agreed on.
+"""Load balance: shares of a batch per worker, checked, reported and, for shares by speed, measured and agreed on.
 
-For strategies whose workers compute every batch together. Shares by speed
-change between stretches of steps alone, and on all ranks at once: what a rank
-measured counts when it has gone through a reduce. They are part of the
-position, so a replacement and a resumed run go on with the same.
+For strategies whose workers compute every batch together. Shares by speed change only between
+stretches of steps, and on all ranks at once: a rank's measurement counts after a reduce. Shares are
+part of the position, so a replacement and a resumed run continue with the same.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from shoal.runtime import events
 from shoal.train.progress import Position
 
 AGREE_EVERY = 50
-"""Steps between two agreements on shares; there is one at every epoch's begin, too."""
+"""Steps between two agreements on shares; there is also one at the beginning of every epoch."""
 
 SMALLEST = 0.05
-"""Of the mean share: a worker without samples would never be seen to recover."""
+"""Minimum relative to the mean share: the recovery of a worker without samples would not be noticed."""
 
 WORTH_IT = 0.1
-"""Shares that would change by less stay as they are."""
+"""Smaller changes of shares are not made."""
 
 
 def refuse(batches: Batches, *, num_workers: int, strategy: str, what: str) -> None:
-    """Refuse a way of cutting that an exact strategy, or a loop of the script's own, has no use for."""
+    """Refuse a division of batches that an exact strategy, or a script's own loop, does not support."""
     if num_workers == 1:
         return
     if isinstance(batches.sharding, DynamicRanges):
@@ -59,7 +58,7 @@ class LoadBalance:
         self._rank, self._num_workers = job.rank, job.num_data_ranks
         self._strategy, self._position, self._batches = strategy, position, batches
         refuse(batches, num_workers=self._num_workers, strategy=job.strategy, what="fit")
-        # `shoal verify` compares with one process, which would have to be told of every agreement.
+        # `shoal verify` compares with one process, which would have to know every agreement.
         measures = self._num_workers > 1 and not job.verify
         sharding = batches.sharding
         self._measured = sharding if isinstance(sharding, BySpeed) and measures else None
@@ -71,7 +70,7 @@ class LoadBalance:
         return self._measured is not None
 
     def begin(self) -> None:
-        """Say how even the cuts are, and what they cost."""
+        """Report how even the shares are, and their cost."""
         if self._measured is not None and self._rank == 0:
             print(
                 "note: shard('weighted', weights='measured'): shares follow the workers' speed, which differs from run to run, "
@@ -102,7 +101,7 @@ class LoadBalance:
                 )
 
     def begin_stretch(self) -> int | None:
-        """Agree on shares where it is time to; for how many steps they hold, None for all."""
+        """Agree on shares if due; returns the number of steps for which they hold, None for all."""
         if self._measured is None:
             return None
         position = self._position
@@ -114,7 +113,7 @@ class LoadBalance:
         return AGREE_EVERY - position.step % AGREE_EVERY
 
     def timed(self, parts: Iterator[Slice]) -> Iterator[Slice]:
-        """The parts, with an eye on how long it takes to read them."""
+        """The parts, with their reading time measured."""
         while True:
             began = time.monotonic()
             part = next(parts, None)
@@ -126,7 +125,7 @@ class LoadBalance:
     def ran(self, part: Slice, contributed: LossSum, began_at: float) -> None:
         """This rank has called a step's forward and backward since then."""
         if self._measured is not None and part.num_local and contributed.outputs is not None:
-            if contributed.total.device.type != "cpu":  # it has only been told to compute
+            if contributed.total.device.type != "cpu":  # a device has only queued the work
                 torch.accelerator.synchronize(contributed.total.device)
             self._pace_s.append((time.monotonic() - began_at + self._read_s) / part.num_local)
 
@@ -144,7 +143,7 @@ class LoadBalance:
         self._pace_s = []
 
     def _refuse_different(self, cuts: int) -> None:
-        """Ranks that cut differently would train some samples twice and others never."""
+        """Refuse shares that differ between ranks: some samples would be trained twice and others never."""
         gathered = [int(each) for each in self._strategy.gather(torch.tensor([cuts]))]
         if len(set(gathered)) > 1:
             raise TrainingError(
@@ -154,7 +153,7 @@ class LoadBalance:
 
 
 def next_weights(speeds: list[float], before: list[float]) -> list[float]:
-    """Shares by measured speeds, samples a second or 0 where none was measured; the ones before where hardly anything changed."""
+    """Shares by measured speeds (samples a second; 0 if not measured); the previous ones if hardly anything changed."""
     known = [speed for speed in speeds if speed > 0]
     if not known:
         return before

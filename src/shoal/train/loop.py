@@ -1,7 +1,7 @@
 """The loop of one fit, top to bottom: epochs, steps, counting, and the end.
 
-The loop decides nothing alone: every step's result is the same on all ranks,
-so all of them stop, save and leave at the same step.
+No rank decides alone: every step's result is the same on all ranks, so all of them stop, save and
+leave at the same step.
 """
 
 from __future__ import annotations
@@ -94,11 +94,12 @@ class FitLoop:
         self._snapshots = Snapshots(trainer)
         self._traffic = TrafficReport(trainer.job, self._strategy, self._position)
         self.leasing = self._lease()
-        """In relaxed strategies batches come by lease; else workers compute each together."""
+        """In relaxed strategies batches come by lease; otherwise workers compute each together."""
 
         self.ledger: LedgerReport | None = None
         self._balance: LoadBalance | None = None
-        # Leases look ahead themselves: the next one may not be at hand before this worker has done its part.
+        # Leases prefetch themselves: the next one may not be available before this worker has finished its
+        # part.
         self._looks_ahead: LooksAhead | None = None
         if self.leasing is None and not self._runs_rounds:
             self._balance = LoadBalance(trainer.job, self._strategy, self._position, batches)
@@ -120,9 +121,9 @@ class FitLoop:
                 trainer.run_dir / "epochs.jsonl", from_step=position.step - (not is_measured)
             )
             if self._progress.last_line is not None:
-                # Rank 0 may have died before it wrote the step it had committed.
+                # Rank 0 may have died before writing a step it had committed.
                 self._log.make_up_for(self._progress.last_line)
-        held = contextlib.ExitStack()  # processes that read stay until the fit is over
+        held = contextlib.ExitStack()  # reader processes stay until the fit is over
         try:
             for batches in (self._batches, self._validation):
                 if batches is not None:
@@ -138,11 +139,11 @@ class FitLoop:
             while not self._over and not self._reached_the_end():
                 self._run_epoch()
             if position.next_index and position.measured_at != position.step:
-                self._finish_epoch()  # resumed from a checkpoint of the very last step: what comes after it is left
+                self._finish_epoch()  # resumed from a checkpoint of the very last step: only the epoch's end is left
             self._callbacks.call("on_fit_end", trainer)
             trainer.checkpoints.wait()
         except BaseException as error:
-            # Tasks and trials of shoal's own end a fit by leaving with code 0: nothing failed.
+            # shoal's own tasks and trials end a fit by leaving with code 0: no failure.
             if not isinstance(error, SystemExit) or error.code:
                 self._callbacks.failed(trainer, error)
             raise
@@ -193,7 +194,7 @@ class FitLoop:
         self._finish_epoch()
 
     def _run_stretch(self) -> bool:
-        """The steps for which the workers' shares stay as they are; whether there may be more of them in the epoch."""
+        """Run the steps for which the workers' shares hold; returns whether the epoch may have more."""
         if self._runs_rounds:
             return self._run_round()
         strategy = self._strategy
@@ -226,7 +227,7 @@ class FitLoop:
         return num_run == limit
 
     def _run_round(self) -> bool:
-        """A round of steps that tasks make; whether the epoch has more."""
+        """Run a round of steps made by tasks; returns whether the epoch has more."""
         trainer, strategy, position = self._trainer, self._strategy, self._position
         assert isinstance(strategy, RunsRounds)
         left = self._batches.num_steps(self._num_workers, start=position.next_index)
@@ -270,7 +271,7 @@ class FitLoop:
         return self._balance.timed(parts) if self._balance is not None and self._balance.measures else parts
 
     def _sync(self) -> None:
-        """Workers that train apart have one model again where an epoch ends, or the fit."""
+        """Workers that train apart sync at the end of an epoch or of the fit."""
         strategy = self._strategy
         result = strategy.sync() if isinstance(strategy, PeriodicSync) else None
         if result is not None:
@@ -286,11 +287,9 @@ class FitLoop:
             counted = self._position.step
             self._over = self.leasing.epoch_is_over(self._position, over=self._over)
             mean = self._position.loss_total / self._position.loss_count if self._position.loss_count else 0.0
-            for _ in range(
-                self._position.step - counted
-            ):  # what the others did after this worker's last step
+            for _ in range(self._position.step - counted):  # the others' steps after this worker's last
                 self._trainer.advance_scheduler("step", {"loss": mean})
-        # Stopped halfway, the position stays where it is: the next fit, or a resumed job, goes on from there.
+        # Stopped halfway, the position stays: the next fit, or a resumed job, continues from there.
         ended = self._over or self._reached_the_end()
         left = self._batches.num_steps(self._num_workers, start=self._position.next_index)
         halfway = ended and left != 0
@@ -300,7 +299,7 @@ class FitLoop:
     def _run_step(self, part: Slice) -> None:
         trainer, strategy, position = self._trainer, self._strategy, self._position
         trainer.control.leave = asked_to_leave() is not None
-        began_at = time.monotonic()  # before the failpoint, where a worker may be made slow
+        began_at = time.monotonic()  # before the failpoint, which may slow a worker down
         failpoint(BEFORE_FORWARD, position.step + 1)
         results = []
         for turn in trainer.turns:
@@ -345,11 +344,11 @@ class FitLoop:
         self._apply(result)
 
     def _apply(self, result: StepResult) -> None:
-        """Save, stop or leave: the step's result says so on all ranks."""
+        """Save, stop or leave, by the step's result, which is equal on all ranks."""
         trainer = self._trainer
         trainer.checkpoints.check()
         if result.checkpoint:
-            # A callback of the user's finds it written.
+            # A user's callback finds it written.
             path = trainer.save_checkpoint(background=not self._callbacks.has_own("on_checkpoint"))
             self._callbacks.call("on_checkpoint", trainer, path)
         else:
@@ -369,7 +368,7 @@ class FitLoop:
             trainer.train_metrics.update(contributed.outputs, target, part.num_local)
 
     def _leave_out(self, part: Slice, result: StepResult) -> None:
-        """A step that is not finite: refuse it by name, or skip and count it."""
+        """Handle a step that is not finite: refuse it by name, or skip and count it."""
         trainer = self._trainer
         scale = trainer.train_job.loss_scale
         if trainer.train_job.on_nonfinite == "skip" or (scale is not None and scale.can_fall):
@@ -393,7 +392,7 @@ class FitLoop:
         )
 
     def _refuse_spoilt_weights(self, step: int) -> None:
-        """The samples at hand are not to blame when an earlier step has spoilt the weights."""
+        """Refuse weights spoilt by an earlier step: the present samples are not the cause."""
         named = self._trainer.local_model.named_parameters()
         spoilt = next(
             (name for name, parameter in named if not (parameter.is_meta or parameter.isfinite().all())), None
@@ -452,14 +451,14 @@ class FitLoop:
                 self.ledger.now_and_then(now)
 
     def _validate(self) -> dict[str, float]:
-        """Loss and metrics of the validation data, where the step is one after which they are measured."""
+        """Loss and metrics of the validation data, if due after this step."""
         every, position = self._validate_every, self._position
         if every is None or self._validation is None or (position.step - self._start.first[1]) % every:
             return {}
         return self._measure_validation()
 
     def _report(self, now: float, *, epoch: int | None = None) -> None:
-        """`epoch`: from 0, where it is not the one of the position."""
+        """Report progress. `epoch`: from 0, if it is not the position's."""
         position, loss = self._position, self._step_loss
         samples = position.samples - self._started_samples
         rate = samples / max(now - self._started_at, 1e-9)
@@ -483,7 +482,7 @@ class FitLoop:
         )
 
     def _num_steps(self) -> int | None:
-        """At which step this fit will end, as far as one can know."""
+        """Expected last step of this fit."""
         position = self._position
         in_epoch = self._batches.num_steps(self._num_workers)
         rest = self._batches.num_steps(self._num_workers, start=position.next_index)
@@ -522,7 +521,7 @@ class FitLoop:
     def _measure_epoch(self) -> dict[str, float]:
         trainer, position = self._trainer, self._position
         total, count = position.loss_total, position.loss_count
-        if self.leasing is not None:  # each rank knows of its own batches alone
+        if self.leasing is not None:  # each rank only knows its own batches
             sums = torch.tensor([total, count], dtype=torch.float64)
             total, count = self._strategy.reduce(sums).tolist()
             self.leasing.share_statistics()
@@ -550,7 +549,7 @@ class FitLoop:
         return logs
 
     def _agree_to_end(self) -> None:
-        """Between epochs there is no commit: ask the others whether anybody wants to stop or leave."""
+        """Ask the other ranks whether any wants to stop or leave: between epochs there is no commit."""
         asked = [float(self._trainer.control.stop), float(asked_to_leave() is not None)]
         stop, leave = self._strategy.reduce(torch.tensor(asked)).tolist()
         if leave:

@@ -1,15 +1,14 @@
 """Metrics, exact over all workers.
 
-`MetricSet` counts what this rank sees and computes over what all ranks saw. It
-never talks to a process group: `gather` is handed in. Parts (the counts of one
-rank) are merged in rank order, each state by its own reduction, into a fresh
-metric that then computes: the same numbers on every rank, and those of one
-process over all the data. The mean loss is not counted here.
+`MetricSet` counts what this rank sees and computes over what all ranks saw. It does not use a
+process group: the caller passes `gather`. Parts (the counts of one rank) are merged in rank order,
+each state by its own reduction, into a fresh metric that then computes: the same numbers on every
+rank, and those of one process over all the data. The mean loss is not counted here.
 
-Metrics by name are torchmetrics of our own, made for one task and fed aligned
-outputs. torchmetrics turns scores into probabilities whenever a batch has
-values outside [0, 1], so that one epoch can mix both; here the loss decides
-once: the outputs it takes (logits, probabilities) are what the model gives.
+Metrics by name are shoal's own torchmetrics, made for one task and fed aligned outputs.
+torchmetrics turns scores into probabilities whenever a batch has values outside [0, 1], so that one
+epoch can mix both; here the loss decides once: the outputs it takes (logits, probabilities) are the
+model's.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class MetricSet:
         return len(self._fresh)
 
     def reset(self) -> None:
-        """Forget what was counted. The task stays known."""
+        """Reset the counts. The task stays known."""
         self._live = {name: metric.clone() for name, metric in self._fresh.items() if metric is not None}
         self._device = torch.device("cpu")
         self._num_updates = self._num_samples = 0
@@ -112,7 +111,7 @@ class MetricSet:
         self._num_samples += num_local
 
     def compute(self, gather: Gather) -> dict[str, float]:
-        """The metrics over what all ranks counted; collective, the same everywhere. nan where nothing was."""
+        """Metrics over the counts of all ranks; collective, equal everywhere. nan if nothing was counted."""
         if not self._fresh:
             return {}
         parts = [part for part in self._gathered(gather) if part.num_updates]
@@ -134,10 +133,10 @@ class MetricSet:
         return {f"part_{number}": pack_parts([part]) for number, part in enumerate(self._gathered(gather))}
 
     def load_state(self, tensors: Mapping[str, Tensor], rank: int, num_workers: int | None = None) -> bool:
-        """Go on from `state`. False, and nothing counted, where other metrics were saved.
+        """Restore `state`. False, with nothing counted, if other metrics were saved.
 
-        Among as many workers as there were, each goes on with its own part, to
-        the bit; else rank 0 takes all.
+        With the same number of workers each continues with its own part, to the bit; otherwise rank
+        0 takes all.
         """
         self.reset()
         parts = [part for number in range(len(tensors)) for part in unpack_parts(tensors[f"part_{number}"])]
@@ -168,7 +167,7 @@ class MetricSet:
         return [part for each in gather(packed) for part in unpack_parts(each)]
 
     def _know(self, task: Task) -> None:
-        """Make the metrics that were only names so far."""
+        """Create the metrics that were only names so far."""
         for name in self._by_name:
             metric = named_metric(name, task, self._outputs_are, self._ignore_index)
             self._fresh[name] = metric
@@ -189,7 +188,7 @@ class MetricSet:
             return output.reshape(target.shape) if same_numbers else output, target
         class_dim = find_classes(output, target) if found[1] == "Multiclass" else 1
         if class_dim is None:
-            return output, target  # torchmetrics says best what is wrong with them
+            return output, target  # torchmetrics' own error is the best description
         task = Task(_KINDS[found[1]], 0, class_dim)
         output, target = aligned(task, output, target)
         return probabilities(task, output, self._outputs_are), target
@@ -211,7 +210,7 @@ def _entries(specs: Specs) -> Iterator[tuple[str, Metric | None]]:
         return
     for spec in specs:
         if isinstance(spec, str):
-            if spec != "loss":  # always there, counted by the loop
+            if spec != "loss":  # always present, counted by the loop
                 check_name(spec)
                 yield spec, None
         elif isinstance(spec, MetricCollection):
@@ -237,7 +236,7 @@ def _classifies(metric: Metric) -> bool:
 
 
 def _value(metric: Metric) -> Any:
-    """The value of a metric; nan where torchmetrics warns that it means nothing."""
+    """Value of a metric; nan if torchmetrics warns that it is meaningless."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         value = metric.compute()
@@ -328,7 +327,7 @@ def read_states(name: str, metric: Metric) -> dict[str, Tensor]:
 
 
 def write_states(name: str, metric: Metric, part: MetricPart, device: torch.device) -> None:
-    """Make `metric` go on from where the part's was."""
+    """Make `metric` continue from the part's state."""
     for key, module, state in _states(name, metric):
         if isinstance(module._defaults[state], Tensor):
             setattr(module, state, part.tensors[key].to(device))
@@ -338,7 +337,7 @@ def write_states(name: str, metric: Metric, part: MetricPart, device: torch.devi
 
 
 def merge_parts(name: str, fresh: Metric, parts: list[MetricPart]) -> Metric:
-    """A copy of `fresh` that has counted what all parts did. There is at least one part, and none is empty."""
+    """Copy of `fresh` with the counts of all parts. There is at least one part, and none is empty."""
     metric = fresh.clone()
     for key, module, state in _states(name, metric):
         reduction: Any = module._reductions[state]
@@ -375,9 +374,8 @@ def _items(part: MetricPart, key: str) -> list[Tensor]:
 
 def _reduced(reduction: Any, values: list[Tensor], num_samples: list[int]) -> Tensor:
     if reduction is None and len(values) == 1:
-        return values[
-            0
-        ]  # a metric that merges by itself takes a stack for several ranks, and its own shape for one
+        # A metric that merges by itself takes a stack for several ranks, and its own shape for one.
+        return values[0]
     stacked = torch.stack(values)
     if reduction is dim_zero_mean:
         weights = torch.tensor(num_samples, dtype=torch.float64)
@@ -417,7 +415,7 @@ class Task:
 
 
 def first_tensor(tree: Tree | None) -> Tensor | None:
-    """The prediction of a model that returns several things is what it calls logits, else the first tensor; so is the target."""
+    """Prediction of a model with several outputs: the one named logits, else the first tensor; likewise the target."""
     found = tensors(logits_of(tree))
     return found[0].detach() if found else None
 
@@ -479,7 +477,7 @@ def probabilities(task: Task, output: Tensor, outputs_are: OutputKind) -> Tensor
 
 
 def yes(output: Tensor, outputs_are: OutputKind) -> Tensor:
-    """Aligned outputs, binary or by label, that predict yes."""
+    """Aligned outputs, binary or by label, that predict the positive class."""
     return output > _HALF[outputs_are]
 
 
@@ -505,7 +503,7 @@ _TOP_K = re.compile(r"top[-_]?([1-9]\d*)")
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that is none, before anything starts."""
+    """Refuse an unknown name, before anything starts."""
     if name not in ("accuracy", "auroc", "loss") and not _TOP_K.fullmatch(name):
         guess = difflib.get_close_matches(name, ["accuracy", "auroc", "loss", "top5"], n=1)
         hint = f" Did you mean '{guess[0]}'?" if guess else ""

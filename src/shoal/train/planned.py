@@ -1,7 +1,7 @@
-"""Check of a planned run: is the model the one that the plan was made for?
+"""Check of a planned run: whether the model is the one that the plan was made for.
 
-`shoal run --plan` leaves the plan in the run directory; rank 0 compares the model that the script built with it
-before a strategy has cut anything.
+`shoal run --plan` leaves the plan in the run directory; rank 0 compares the model that the script
+built with it before a strategy has partitioned anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FILE_NAME = "plan.json"
 
 
 def check_planned(model: nn.Module, run_dir: Path) -> None:
-    """Refuse a model whose parameters are not those of the run's plan, and name what changed. Without a plan, nothing."""
+    """Refuse a model whose parameters differ from the run's plan, and name the changes. Without a plan, do nothing."""
     try:
         planned = json.loads((run_dir / FILE_NAME).read_text())["model"]
     except (OSError, ValueError, KeyError):

@@ -1,9 +1,9 @@
-"""`predict(out=URL)`: outputs streamed to Parquet files, one per worker, instead of gathered by all of them.
+"""`predict(out=URL)`: outputs streamed to Parquet files, one per worker, instead of gathered.
 
-A row is a sample: its position in the data, and a column for each tensor of the
-output. A worker that replaces another writes its file again from the start;
-_manifest.json, written last, lists the files that belong together; readers
-of Parquet directories pass over a name that begins so.
+A row is a sample: its position in the data, and a column for each tensor of the output. A
+replacement worker writes its file again from the start; _manifest.json, written last, lists the
+files that belong together; readers of Parquet directories ignore names that begin with an
+underscore.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def refuse_written(url: str) -> None:
 
 
 class PredictionFile:
-    """This worker's file: rows are kept until a row group is full."""
+    """This worker's file: rows are buffered until a row group is full."""
 
     def __init__(self, url: str, rank: int) -> None:
         self._place = Place.at(url)
@@ -53,7 +53,7 @@ class PredictionFile:
 
     @contextmanager
     def opened(self) -> Iterator[PredictionFile]:
-        """Within it rows are written; the file has its name once all of them are there."""
+        """Context in which rows are written; the file is renamed into place once all of them are there."""
         self._place.fs.makedirs(self._place.path, exist_ok=True)
         final = self._place.file(self.name)
         written = f"{final}.tmp" if self._place.local is not None else final
@@ -94,7 +94,7 @@ class PredictionFile:
             self._flush()
 
     def _refuse_other(self, schema: pa.Schema) -> None:
-        """Rows of a file have the same columns."""
+        """Refuse rows with other columns than the file's."""
         if self._schema is None:
             self._schema = schema
         if schema.equals(self._schema):
@@ -124,7 +124,7 @@ class PredictionFile:
 def write_manifest(url: str, rows_by_rank: list[int]) -> None:
     files = {f"part-{rank:05d}.parquet": rows for rank, rows in enumerate(rows_by_rank) if rows}
     place = Place.at(url)
-    for name in place.names():  # of an earlier run, by more workers, that did not come to its end
+    for name in place.names():  # of an earlier, unfinished run with more workers
         part = re.fullmatch(r"part-(\d+)\.parquet(\.tmp)?", name)
         if part and name not in files and (part[2] is None or int(part[1]) >= len(rows_by_rank)):
             with contextlib.suppress(FileNotFoundError):

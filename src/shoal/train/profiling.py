@@ -12,11 +12,11 @@ from shoal.config import job as jobs
 from shoal.runtime import recorder
 
 WARMUP_STEPS = 5
-"""Left out: they compile, allocate and connect."""
+"""Skipped: they compile, allocate and connect."""
 
 
 class StepProfiler:
-    """Profiles some steps of this process, once. Steps that follow cost one comparison."""
+    """Profiles some steps of this process, once. Later steps cost one comparison."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -39,7 +39,7 @@ class StepProfiler:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was profiled; also where training ended before all of its steps."""
+        """Write the profile; also if training ended before all of its steps."""
         profile, self._profile = self._profile, None
         if profile is None:
             return

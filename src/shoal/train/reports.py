@@ -1,9 +1,8 @@
 """Reports of a fit: the job's ledger, the gradient traffic, and metrics.jsonl.
 
-Rank 0 reports for all ranks: how a batch is cut over the workers is known to
-each of them. Samples are counted in the position, so a replacement goes on
-counting and a resumed run knows what was counted before it. Where ranges are
-leased the coordinator keeps the ledger, and nothing is reported here.
+Rank 0 reports for all ranks: each knows how a batch is divided over the workers. Samples are
+counted in the position, so a replacement continues the count and a resumed run knows the earlier
+one. With leased ranges the coordinator keeps the ledger, and nothing is reported here.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from shoal.train.trainer import Trainer
 
 REPORT_EVERY_S = 5.0
-"""At most; epochs' ends and checkpoints are told at once. What was trained since is not known of a job that is killed."""
+"""Longest interval; ends of epochs and checkpoints are reported at once. A killed job's ledger lacks the samples since."""
 
 
 def data_identity(description: dict[str, Any]) -> str:
@@ -52,7 +51,9 @@ class LedgerReport:
         self._reported_at = 0.0
 
     def begin(self, *, is_inherited: bool, again: dict[int, int]) -> None:
-        """The fit trains from the position on; a replacement's is under way. `again`: samples by epoch that had been trained."""
+        """The fit trains from the position on; a replacement's is in progress. `again`: samples by
+        epoch that had been trained.
+        """
         position, trainer = self._trainer.position, self._trainer
         if not self._is_on or is_inherited:
             return
@@ -94,7 +95,7 @@ class LedgerReport:
             "batches": [0] * num_workers,
         }
         sizes = [end - begin for begin, end in itertools.pairwise(cuts)]
-        # Anew, not in place: an anchor may hold the old one.
+        # A new object: an anchor may hold the old one.
         position.stretch = {
             "start": before["start"],
             "samples": [had + size for had, size in zip(before["samples"], sizes, strict=True)],
@@ -102,7 +103,7 @@ class LedgerReport:
         }
 
     def reached(self, *, is_end: bool = False) -> None:
-        """Tell how far it has come; `is_end`: of the epoch, and the position is still in it."""
+        """Report the position; `is_end`: of the epoch, with the position still in it."""
         position = self._trainer.position
         if self._reports and position.stretch is not None:
             self._reported_at = time.monotonic()
@@ -114,7 +115,7 @@ class LedgerReport:
             position.stretch = None
 
     def now_and_then(self, now: float) -> None:
-        """Tell how far it has come, if it is time to."""
+        """Report the position, if due."""
         if self._reports and now >= self._reported_at + REPORT_EVERY_S:
             self.reached()
 
@@ -133,7 +134,7 @@ class TrafficReport:
         self._before = (before.raw_bytes, before.sent_bytes, before.num_sums) if before else (0, 0, 0)
 
     def report(self) -> None:
-        """The fit is over, well or not. Rank 0 speaks."""
+        """Report at the end of the fit, successful or not. Rank 0 only."""
         job, traffic = self._job, self._traffic()
         if traffic is None or job.rank != 0:
             return
@@ -150,7 +151,7 @@ class TrafficReport:
             "exchange": _exchange(job),
             "compress": job.compress,
             "steps": num_steps,
-            # Bytes of a step's gradients, and how many of them a worker handed to the exchange.
+            # Bytes of a step's gradients, and bytes a worker handed to the exchange.
             "raw_bytes_per_step": round(raw / num_sums),
             "sent_bytes_per_step": round(sent / num_steps),
             "ratio": round(raw / num_sums * num_steps / sent, 2),
@@ -172,11 +173,11 @@ def _exchange(job: Job) -> str:
 
 
 _written_here: set[Path] = set()
-"""Files that this process has begun: a second Trainer of a script adds to what the first one wrote."""
+"""Files begun by this process: a second Trainer of a script appends to the first one's."""
 
 
 class MetricsLog:
-    """Appends lines; the first of a process drops those after the step it goes on from, which an earlier run left.
+    """Appends lines; the first write of a process drops lines of an earlier run after the step it continues from.
 
     A full disk costs lines, never a step.
     """
@@ -190,11 +191,11 @@ class MetricsLog:
         if path.exists() and path not in _written_here:
             self.dropped = _drop_after(path, from_step)
         _written_here.add(path)
-        # By lines: what a killed worker wrote is written.
+        # Line-buffered, so that lines of a killed worker are kept.
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Add one step. What is not a finite number is null: NaN is no JSON."""
+        """Add one step. Non-finite numbers are null: JSON has no NaN."""
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in line.items()
@@ -203,12 +204,12 @@ class MetricsLog:
             self._file.write(json.dumps(finite) + "\n")
 
     def make_up_for(self, line: dict[str, Any]) -> None:
-        """Write the line of a step, unless it is there."""
+        """Write the line of a step, unless it exists."""
         try:
             written = self._path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
             is_there = bool(written) and json.loads(written)["step"] >= line["step"]
         except (OSError, ValueError, KeyError, TypeError):
-            is_there = False  # the last line is torn
+            is_there = False  # the last line is truncated
         if not is_there:
             self.write(line)
 
@@ -228,12 +229,12 @@ def _drop_after(path: Path, step: int) -> dict[int, int]:
             else:
                 dropped[values["epoch"]] = dropped.get(values["epoch"], 0) + values["samples"]
         except (ValueError, KeyError, TypeError):
-            continue  # a line torn by a kill
+            continue  # a line truncated by a kill
     temporary = path.with_suffix(".tmp")
     try:
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(path)
-    except OSError:  # a full disk, in a replacement: then the lines are there twice
+    except OSError:  # a full disk, in a replacement: then the lines are duplicated
         with contextlib.suppress(OSError):
             temporary.unlink()
     return dropped

@@ -1,4 +1,4 @@
-"""`trainer.summary()`: layers of the user's model with their parameters, as it was before a strategy cut it."""
+"""`trainer.summary()`: layers of the user's model with their parameters, before a strategy partitioned it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LayerLine:
 
 
 def layer_lines(model: nn.Module) -> list[LayerLine]:
-    """Modules that hold parameters of their own, in the model's order; a tied parameter counts where it is first."""
+    """Modules with parameters of their own, in the model's order; a tied parameter counts at its first place."""
     lines, seen = [], set[int]()
     for name, module in model.named_modules():
         if isinstance(module, HashEmbedding):

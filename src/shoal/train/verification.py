@@ -1,8 +1,8 @@
 """Output of workers that `shoal verify` and `shoal chaos` compare.
 
-Under `shoal verify` a job runs in another precision, for a few steps, and
-writes its weights down; the script ends with the last of the steps. Under
-`shoal chaos` every rank hashes its final weights when the script has ended.
+Under `shoal verify` a job runs in another precision, for a few steps, and writes its weights; the
+script ends with the last of the steps. Under `shoal chaos` every rank hashes its final weights when
+the script has ended.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Verification:
         self._mixing: list[MixingLayer] = []
         self._stop_watching: Callable[[], list[MixingLayer]] | None = None
         self.dry_run: Callable[[Strategy], list[dict[str, Any]]] | None = None
-        """What `plan.dry_runs` asks for; run after the last step."""
+        """Dry runs that `plan.dry_runs` asks for; run after the last step."""
 
     def cast(self, model: nn.Module) -> None:
-        """Bring the model to the plan's precision, and watch its first forward for randomness."""
+        """Cast the model to the plan's precision, and watch its first forward for randomness."""
         model.to(self.dtype)
         self._model = model
         for name in self.plan.at_rest:
@@ -51,13 +51,15 @@ class Verification:
 
     @property
     def checks_every_loss(self) -> bool:
-        """True if the loss of each step has to recombine, not only of the first: masks may come later. In float64 rounding does not show."""
+        """True if every step's loss has to recombine, not only the first: masks may come later. In
+        float64 rounding does not show.
+        """
         return self.dtype is torch.float64
 
     def count(self, strategy: Strategy, loss: float) -> None:
         self._losses.append(loss)
         if self._stop_watching is not None:
-            # Now, and not before the strategy had it: its BatchNorm may see whole batches.
+            # Now, not before the strategy had it: its BatchNorm may see whole batches.
             self._mixing = mixing_layers(self._model)
             named = {layer.layer for layer in self._mixing}
             self._mixing += [layer for layer in self._stop_watching() if layer.layer not in named]
@@ -66,15 +68,15 @@ class Verification:
             self.end(strategy)
 
     def end(self, strategy: Strategy) -> None:
-        """Write down where the weights stand, and end the script."""
+        """Write the weights, and end the script."""
         self.write(strategy)
         raise SystemExit(0)
 
     def write(self, strategy: Strategy) -> None:
-        """Write down where the weights stand, in the place of what was written before."""
+        """Write the weights, replacing earlier ones."""
         if not self._losses:
             return
-        # Where ranks hold parts, all of them give theirs.
+        # With sharded state all ranks contribute.
         pieces = list(strategy.state()) if self._rank == 0 or getattr(strategy, "holds_parts", False) else []
         if self._rank == 0:
             state = {
@@ -119,7 +121,7 @@ _models: list[nn.Module] = []
 
 
 def fingerprint_at_end(model: nn.Module) -> None:
-    """A model of this script is trained; its weights count at the end."""
+    """Register a trained model, whose weights are hashed at the end."""
     if jobs.current().fingerprints is None or any(known is model for known in _models):
         return
     if not _models:

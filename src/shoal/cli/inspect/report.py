@@ -98,7 +98,7 @@ def report(
         return
     target_file = output or path / "report.html"
     try:
-        # In a run directory, which may be somebody else's, never through a link.
+        # In a run directory, which may be another user's, never through a link.
         write = write_atomically if output is None else Path.write_bytes
         write(target_file.with_suffix(".json"), (json.dumps(finite(found), indent=2) + "\n").encode())
         write(target_file, page(record, found).encode())

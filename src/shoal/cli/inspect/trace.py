@@ -44,7 +44,7 @@ def trace(
         raise ConfigError(" ".join(problems) + " Nothing was written.")
     target = output or path / "trace.json"
     try:
-        # In a run directory, which may be somebody else's, never through a link.
+        # In a run directory, which may be another user's, never through a link.
         write = write_atomically if output is None else Path.write_bytes
         write(target, json.dumps(found).encode())
     except OSError as error:

@@ -24,7 +24,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class DropClient:
-    """Close this client's connection; `problem` is its protocol violation, if there was one."""
+    """Close this client's connection; `problem` describes its protocol violation, if any."""
 
     client: int
     problem: str | None = None

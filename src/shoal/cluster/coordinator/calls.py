@@ -117,7 +117,7 @@ class RefuseCall:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRank:
-    """Tell `rank` that it may leave: all are at the script's end."""
+    """Tell `rank` that it may leave: all ranks are at the script's end."""
 
     rank: int
 
@@ -159,9 +159,8 @@ class _CallWaiter(NamedTuple):
 class Calls:
     """Barrier of `num_workers` ranks at every call and at the end of the script.
 
-    What was granted stays on record and is granted again when asked again:
-    by a worker whose answer was lost, or by its replacement on its way
-    through the script.
+    Granted calls stay on record and are granted again on request: to a worker whose answer was
+    lost, or to its replacement on its way through the script.
     """
 
     def __init__(
@@ -177,11 +176,11 @@ class Calls:
         self._membership = membership
         self._record = [_Intent(number, call) for number, call in enumerate(record, start=1)]
         self.phase = CallPhase.ENDED if self._record and self._record[-1].call is None else CallPhase.RUNNING
-        self._recalled_from: int | None = None  # the view that all must leave first
+        self._recalled_from: int | None = None  # view that all ranks must leave first
         self._waiting: dict[int, _CallWaiter] = {}
         self._connected: dict[int, bool] = {}
-        self._refused = RefuseCall(-1, 0, {})  # what every rank hears in REFUSED
-        self._gave_up: tuple[str, ...] = ()  # ranks that a latecomer in EXPIRED has missed
+        self._refused = RefuseCall(-1, 0, {})  # answer for every rank in REFUSED
+        self._gave_up: tuple[str, ...] = ()  # ranks that were missing at expiry, for latecomers in EXPIRED
 
     @property
     def record(self) -> list[tuple[str, str] | None]:
@@ -194,7 +193,7 @@ class Calls:
 
     @property
     def deadline(self) -> float | None:
-        """Time of the next Tick that has an effect."""
+        """Time of the next Tick with an effect."""
         if not self._waiting:
             return None
         if self._membership is None:
@@ -254,14 +253,15 @@ class Calls:
             self._move(CallPhase.GATHERING)
         since = self._waiting[rank].since if rank in self._waiting else at
         self._waiting[rank] = _CallWaiter(wish, since)
-        # All that wait here agree, else they would have been refused: any of the others speaks for them.
+        # All ranks that wait here agree, else they would have been refused; so any of them can represent
+        # the others.
         theirs = next((each.wish for other, each in self._waiting.items() if other != rank), wish)
         if wish != theirs or wish.number != len(self._record) + 1:
             return self._refuse_all()
         return self._grant_all(wish) if len(self._waiting) == self.num_workers else []
 
     def _from_record(self, rank: int, wish: _Intent) -> Action:
-        # Only this rank strays from what all did before, so only it hears of it.
+        # Only this rank departs from the record, so only this rank is refused.
         recorded = self._record[wish.number - 1]
         if wish != recorded:
             return RefuseCall(rank, wish.number, self._all_did(recorded) | {rank: str(wish)})
@@ -293,7 +293,7 @@ class Calls:
 
     @property
     def _since(self) -> float:
-        """Start of the longest wait: the first of them, since they are kept in the order in which they came."""
+        """Start of the longest wait: the first entry, since they are kept in order of arrival."""
         return next(iter(self._waiting.values())).since
 
     def _missing(self) -> list[int]:

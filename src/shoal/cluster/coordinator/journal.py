@@ -40,7 +40,7 @@ APPLICATION_ID = int.from_bytes(b"SHOL", "big")
 VERSION = 1
 
 BUSY_TIMEOUT_S = 5.0
-"""For somebody who has the file open by hand. Two coordinators never share one: the supervisor reaps the first."""
+"""For a user who has the file open by hand. Two coordinators never share it: the supervisor reaps the first."""
 
 _SCHEMA = """
 CREATE TABLE launches (launch INTEGER PRIMARY KEY, started REAL NOT NULL, num_workers INTEGER NOT NULL);
@@ -129,7 +129,8 @@ class Journal:
 def begin_launch(path: Path, *, num_workers: int) -> int:
     """Begin a launch in a new or existing journal; returns its number, from 1.
 
-    RunDirectoryError where the file is damaged, of a newer version or nobody's journal: it is not touched.
+    Raises RunDirectoryError if the file is damaged, of a newer version or not a journal; the file
+    is not changed.
     """
     try:
         with closing(_open(path)) as db:
@@ -158,7 +159,8 @@ class _Unusable(Exception):
 def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     try:
-        # One user at a time, so no shared state beside the file either: that would not work on network file systems.
+        # One user at a time, so no shared-memory file beside it: that would not work on network file
+        # systems.
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         application = db.execute("PRAGMA application_id").fetchone()[0]
         version = db.execute("PRAGMA user_version").fetchone()[0]

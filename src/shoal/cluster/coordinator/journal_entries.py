@@ -34,10 +34,10 @@ class Granted(_Entry, frozen=True, tag="granted"):
 
 @dataclass(frozen=True, slots=True)
 class StoreChanged:
-    """Changes of the store, and answers that a repeated request must be given again."""
+    """Changes of the store, and answers to be repeated when their request is repeated."""
 
-    values: dict[str, bytes | None]  # None: gone
-    answers: dict[int, tuple[int, Message]]  # by client: its newest serial, and what was answered
+    values: dict[str, bytes | None]  # None: deleted
+    answers: dict[int, tuple[int, Message]]  # by client: its newest serial, and the answer to it
 
 
 class ServerFilled(_Entry, frozen=True, tag="server-filled"):
@@ -50,7 +50,7 @@ class ServerFilled(_Entry, frozen=True, tag="server-filled"):
 
 
 class ServerLostStep(_Entry, frozen=True, tag="server-lost-step"):
-    """A step that counts elsewhere can never count on this server: a rank's part in it is gone."""
+    """This server can never apply a step that counts elsewhere: a rank's part of it is lost."""
 
     number: Count
     incarnation: Count
@@ -59,7 +59,7 @@ class ServerLostStep(_Entry, frozen=True, tag="server-lost-step"):
 
 
 class LeaseAsked(_Entry, frozen=True, tag="lease-asked"):
-    """A worker has asked for leases; `at` is this host's clock, which outlives a coordinator."""
+    """A worker has asked for leases; `at` is the host's clock, which survives a restart of the coordinator."""
 
     at: float
     ask: AskLease
@@ -128,10 +128,10 @@ class JournalState:
     """The sum of all entries."""
 
     joins: dict[int, Join] = field(default_factory=dict)
-    """The newest of each rank."""
+    """Newest join of each rank."""
 
     deaths: dict[int, Reaped] = field(default_factory=dict)
-    """The newest of each rank."""
+    """Newest death of each rank."""
 
     view: ViewFormed | None = None
     calls: list[tuple[str, str] | None] = field(default_factory=list)
@@ -139,10 +139,10 @@ class JournalState:
 
     checkpoint: Saved | None = None
     server_facts: list[ServerFact] = field(default_factory=list)
-    """Events of servers and leases that still matter, in order."""
+    """Server and lease events that are still needed, in order."""
 
     num_noted: int = 0
-    """Notes for the ledger, by the supervisor's count."""
+    """Number of ledger notes received, by the supervisor's count."""
 
     store: dict[str, bytes] = field(default_factory=dict)
     answers: dict[int, tuple[int, Message]] = field(default_factory=dict)

@@ -35,9 +35,9 @@ from shoal.runtime.transport.messages.worker_coordinator import Join
 
 NUM_TRIES = 20
 AGAIN_S = 0.01
-"""Between two of them. Entries are moved once in some thousand, and in milliseconds."""
+"""Pause between two attempts. SQLite moves entries once in some thousand writes, in milliseconds."""
 
-_SALT = slice(16, 24)  # of the header of a write-ahead log: another after it was begun anew
+_SALT = slice(16, 24)  # in the header of a write-ahead log; changes when the log is restarted
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def snapshot(run: Path) -> bytes | None:
 
 
 def version(run: Path) -> object:
-    """Compares unequal once something was written to the journal."""
+    """Value that changes whenever the journal was written."""
     path = run / FILE_NAME
     log = path.with_name(path.name + "-wal")
     try:
@@ -94,7 +94,7 @@ def _of_copy(run: Path, read: Callable[[Path], T]) -> T | None:
 
 def _whole(copy: Path) -> bytes:
     whole = copy.with_name("whole.sqlite")
-    whole.unlink(missing_ok=True)  # of an attempt before
+    whole.unlink(missing_ok=True)  # left by an earlier attempt
     with closing(sqlite3.connect(copy)) as source, closing(sqlite3.connect(whole)) as target:
         source.backup(target)
     return whole.read_bytes()
@@ -129,7 +129,7 @@ def leases_of(launch: Launch) -> LeaseService:
 
 
 def _copied(path: Path, copy: Path) -> bool:
-    """Copy the database and its log; False where entries were moved between them meanwhile."""
+    """Copy the database and its log; False if entries were moved between them meanwhile."""
     log, log_copy = path.with_name(path.name + "-wal"), copy.with_name(copy.name + "-wal")
     try:
         before = _version(path, log)
@@ -162,6 +162,7 @@ def _read(path: Path, *, with_facts: bool = True) -> list[Launch]:
         launches = {number: Launch(number, num_workers, started) for number, num_workers, started in rows}
         facts = db.execute("SELECT launch, time, fact FROM facts ORDER BY number") if with_facts else ()
         for number, at, text in facts:
-            with contextlib.suppress(msgspec.MsgspecError):  # of another version: it says nothing to us
+            # An entry of another version, which this one cannot read.
+            with contextlib.suppress(msgspec.MsgspecError):
                 launches[number].facts.append((at, _facts.decode(text)))
     return list(launches.values())

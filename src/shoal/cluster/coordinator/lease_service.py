@@ -38,7 +38,7 @@ from shoal.runtime.transport.messages.worker_coordinator import (
 )
 
 SNAPSHOT_EVERY = 256
-"""Questions between two notes of how everything stands: so many are told again after a coordinator's death."""
+"""Requests between two snapshots of all leases: at most this many are replayed after a coordinator's death."""
 
 LeaseAction: TypeAlias = Answer | Persist | NotifySupervisor
 
@@ -56,7 +56,7 @@ class LeaseService:
     """The newest call's leases, and the requests that wait for some."""
 
     call: int = 0
-    _asked: AskLease | None = None  # the first question of the call: it says how the epochs are cut
+    _asked: AskLease | None = None  # first request of the call: it defines how epochs are divided
     _table: LeaseTable | None = None
     _questions: dict[LeaseHolder, _Question] = field(default_factory=dict)
     _num_since_snapshot: int = 0
@@ -117,10 +117,8 @@ class LeaseService:
         acted = self._table.handle(event)
         answers = self._answers(acted)
         if not ask.finished and held and held == self._table.held_by(by):
-            return [
-                *began,
-                *answers,
-            ]  # it only looked whether it still has them: there is nothing to remember
+            # A check whether it still holds them: nothing to journal.
+            return [*began, *answers]
         self._num_since_snapshot += 1
         remember: list[LeaseAction] = [*began, Persist(LeaseAsked(now, ask)), *self._ledger(acted)]
         has_epoch_ended = any(isinstance(each, lease_types.EndEpoch) for each in acted)
@@ -134,7 +132,7 @@ class LeaseService:
         return [*remember, *answers, *self._tell_of_the_epoch(), *told]
 
     def _tell_of_the_epoch(self) -> list[Answer]:
-        """Answer requests from an epoch that is over, though others hold all of the next one."""
+        """Answer requests from an epoch that is over, though others hold all leases of the next one."""
         assert self._table is not None
         below, num_leases = self._table.done_below, self._table.config.num_leases
         behind = [
@@ -183,7 +181,7 @@ class LeaseService:
         ]
 
     def tick(self, now: float) -> list[Answer | Persist]:
-        """Hand out what is due by the clock, and expire the requests that have waited too long."""
+        """Hand out leases that are due by the clock, and expire requests that have waited too long."""
         actions: list[Answer | Persist] = []
         if self._table is not None and self._table.deadline is not None and now >= self._table.deadline:
             actions += self.hand_out(now)
@@ -205,7 +203,7 @@ class LeaseService:
         self._num_since_snapshot = 0
 
     def clear(self) -> None:
-        """Forget all leases: the job restarts from a checkpoint, and the first request tells where."""
+        """Forget all leases: the job restarts from a checkpoint, whose position comes with the first request."""
         self._asked, self._table, self.call = None, None, 0
         self._questions.clear()
 
@@ -286,7 +284,7 @@ def _config(ask: AskLease) -> LeaseConfig:
 
 
 def _began(ask: AskLease, table: LeaseTable) -> TrainingBegan:
-    """Ledger entry for a call whose leases begin at a checkpoint, or at nothing."""
+    """Ledger entry for a call whose leases begin at a checkpoint or from the start."""
     config, epoch = table.config, table.epoch
     within = table.done_below - epoch * config.num_leases
     return TrainingBegan(

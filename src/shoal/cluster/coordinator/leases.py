@@ -37,7 +37,7 @@ class LeaseState(StrEnum):
     """State of a lease of the running epoch."""
 
     TODO = "todo"
-    HELD = "held"  # by one worker; at an epoch's end perhaps by a second one, which is counted
+    HELD = "held"  # by one worker; at an epoch's end possibly by a second one as backup
     DONE = "done"  # final: all its pushes are acknowledged
 
 
@@ -62,22 +62,22 @@ class LeaseConfig:
     """Epochs of the call."""
 
     num_ahead: int = 2
-    """Leases a worker holds at once: it works on one and has the next at hand while the coordinator is away."""
+    """Leases a worker holds at once: it works on one, and keeps the next for when the coordinator is away."""
 
     num_workers: int = 0
-    """How many there are. Once fewer leases than that are left to hand out, nobody gets one ahead; 0: everybody does."""
+    """Number of workers. Once fewer leases than this are left, nobody gets one ahead; 0: everybody does."""
 
     backup: bool = False
-    """At an epoch's end an idle worker gets what another will not have finished before it would."""
+    """At an epoch's end an idle worker gets a backup of a lease that its holder would finish later than itself."""
 
     drain_slower_than: float | None = None
-    """How many times slower than the median of the others a worker is that is given no more; None: nobody is."""
+    """How many times slower than the median of the others a worker must be to be drained; None: never."""
 
     probe_every_s: float = 10.0
-    """How often, at most, such a worker is given a lease all the same, to see whether it has recovered."""
+    """Minimum interval between leases given to a drained worker, as probes whether it has recovered."""
 
     shares: tuple[int, ...] = ()
-    """Leases of an epoch that belong to each rank: rank r's are shares[r]..shares[r+1]-1. Empty: they are anybody's."""
+    """Leases of an epoch reserved for each rank: rank r's are shares[r]..shares[r+1]-1. Empty: no reservation."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "samples_per_lease", "num_epochs", "num_ahead"):
@@ -86,7 +86,7 @@ class LeaseConfig:
         ascends = all(before <= after for before, after in itertools.pairwise(self.shares))
         if self.shares and not (ascends and (self.shares[0], self.shares[-1]) == (0, self.num_leases)):
             raise ConfigError(f"shares must ascend from 0 to {self.num_leases}, got {self.shares}")
-        self.drain  # refuses what cannot be  # noqa: B018
+        self.drain  # validates  # noqa: B018
 
     @property
     def drain(self) -> DrainConfig:
@@ -125,17 +125,17 @@ class LeaseHolder(NamedTuple):
 
 
 class LeaseSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a `LeaseTable` knows, for a journal."""
+    """Complete state of a `LeaseTable`, for the journal."""
 
     epoch: int
     done_below: int
     done: list[int]  # of this epoch, beyond done_below
     held: list[tuple[int, int, int]]  # lease, rank, incarnation
-    waiting: list[tuple[int, int]]  # rank, incarnation; the longest first
+    waiting: list[tuple[int, int]]  # rank, incarnation; longest wait first
     incarnations: dict[int, int]
     counts: dict[int, tuple[int, int]]
     num_samples_twice: int = 0
-    began: list[tuple[int, int, float]] = []  # rank, incarnation, since when it works on its first lease
+    began: list[tuple[int, int, float]] = []  # rank, incarnation, start of work on its first lease
     paces: dict[int, tuple[float, float, int]] = {}  # samples, seconds, slow ones in a row
     drained: dict[int, float] = {}  # rank: when it may be probed
     near: dict[int, list[int]] = {}  # by rank, leases of an epoch
@@ -152,15 +152,15 @@ class WorkerAsked:
     finished: tuple[int, ...]
     at: float
     busy_s: tuple[float, ...] = ()
-    """How long it worked on each of them, without waiting for others; where it does not say, since when it had it."""
+    """Seconds of its own work on each of them, without waits; if absent, the time since it got the lease."""
 
     near: tuple[int, ...] = ()
-    """Leases of an epoch, counted from 0, whose data its host has: it gets those first. Empty: it does not matter."""
+    """Leases of an epoch, counted from 0, whose data is on its host; handed out first. Empty: no preference."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReplaced:
-    """Incarnations of this rank below `incarnation` hold nothing any more, whether or not the next one has joined."""
+    """Incarnations of this rank below `incarnation` lose their leases, whether or not the next one has joined."""
 
     rank: int
     incarnation: int
@@ -182,7 +182,7 @@ Event: TypeAlias = WorkerAsked | WorkerReplaced | WorkerGaveUp | Tick
 
 @dataclass(frozen=True, slots=True)
 class HandLeases:
-    """Tell a worker all leases it holds: those it had before, and new ones."""
+    """Send a worker all leases it holds: those it had before, and new ones."""
 
     to: LeaseHolder
     leases: tuple[Lease, ...]
@@ -225,22 +225,22 @@ Action: TypeAlias = HandLeases | EndLeases | RefuseLease | FinishLeases | EndEpo
 class LeaseTable:
     """Leases of one call: each is done once, and held by one worker at a time, or by two at an epoch's end.
 
-    A dead worker's leases go back and are handed out first. A worker that has
-    nothing to do waits for what comes back or for the next epoch.
+    A dead worker's leases go back and are handed out first. An idle worker waits for a returned
+    lease or for the next epoch.
     """
 
     def __init__(self, config: LeaseConfig, *, epoch: int = 0, done: Iterable[int] = ()) -> None:
-        """`epoch` and `done`, leases of it and of later ones, are the position of a checkpoint."""
+        """`epoch` and `done` (finished leases of it and of later ones) are the position of a checkpoint."""
         self.config = config
         self.epoch = epoch
         self.num_samples_twice = 0  # in this epoch
         self.counts: dict[int, tuple[int, int]] = {}  # rank: leases and samples it has finished
         self.draining = Stragglers(config.drain)
         self._begin_epoch()
-        self.incarnations: dict[int, int] = {}  # rank: the newest heard of
+        self.incarnations: dict[int, int] = {}  # rank: newest known incarnation
         self._waiting: dict[LeaseHolder, float] = {}
-        self._near: dict[int, frozenset[int]] = {}  # by rank, leases of an epoch whose data is at its host
-        self._began: dict[LeaseHolder, float] = {}  # since when it works on the first lease it holds
+        self._near: dict[int, frozenset[int]] = {}  # by rank, leases of an epoch whose data is on its host
+        self._began: dict[LeaseHolder, float] = {}  # start of work on the first lease it holds
         self._is_over = epoch >= config.num_epochs
         done = set(done)
         self._pass_over(done)
@@ -295,7 +295,7 @@ class LeaseTable:
         return self.config.backup and not self._todo
 
     def may_be_overtaken(self, holder: LeaseHolder) -> bool:
-        """True where others may finish this worker's leases first: it should check now and then."""
+        """True where other workers may finish this worker's leases first, so it should check now and then."""
         if not self.config.backup or self.config.shares:
             return False
         held = sum(self.config.lease(number).num_samples for number in self.held_by(holder))
@@ -372,7 +372,7 @@ class LeaseTable:
         by, done, judged = asked.by, list[Lease](), list[Drained | Readmitted | None]()
         for index, number in enumerate(asked.finished):
             if self.state(number) is not LeaseState.HELD:
-                continue  # said before, or another was faster
+                continue  # reported before, or another worker was faster
             self._move(number, LeaseState.DONE)
             lease = self.config.lease(number)
             done.append(lease)
@@ -446,7 +446,7 @@ class LeaseTable:
             return 0
         if self.config.shares:
             return self.config.num_ahead
-        # A slow worker would begin with it when the others are through.
+        # A slow worker would only begin with it after the others are done.
         own_s = self.draining.seconds_for(holder.rank, self.config.samples_per_lease)
         is_late = own_s is not None and self.config.num_workers > 0 and own_s > self._seconds_left
         is_last = is_late or len(self._todo) < self.config.num_workers
@@ -482,9 +482,9 @@ class LeaseTable:
         return min(self._todo, key=lambda number: (distance(number), number))
 
     def _prospects(self, holder: LeaseHolder) -> list[tuple[float, float, int]]:
-        """(when its only holder will have finished it, how long this worker would need, number) of every such lease.
+        """(expected finish by its only holder, time this worker would need, number) of every lease with one holder.
 
-        One that is overdue is taken to need as long again as it is late.
+        An overdue lease is estimated to need as long again as it is late.
         """
         found: list[tuple[float, float, int]] = []
         for number, (only, *more) in self._holders.items():
@@ -522,7 +522,7 @@ class LeaseTable:
     def _begin_epoch(self) -> None:
         first = self.epoch * self.config.num_leases
         self._below = first
-        # What comes back goes first.
+        # Returned leases go first.
         self._todo: list[int] = list(range(first, first + self.config.num_leases))
         self._holders: dict[int, list[LeaseHolder]] = {}
         self._done: set[int] = set()

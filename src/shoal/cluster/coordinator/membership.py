@@ -1,8 +1,8 @@
 """Cluster membership: incarnations by rank, fencing, and ranks that others have waited for too long.
 
-Pure: no clock, no socket. A death is the supervisor's word (`reaped`): a
-process that is silent is slow, not dead. Decided here is when its silence has
-lasted too long for those that wait, and whether it has an excuse.
+Pure: no clock, no socket. Only the supervisor reports deaths (`reaped`): a silent process is slow,
+not dead. This module decides when its silence has lasted too long for the ranks that wait, and
+whether it has an excuse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.runtime.signal_names import signal_name
 from shoal.runtime.transport.messages.worker_coordinator import Join
 
 MAX_AHEAD = 100
-"""Incarnations of a rank that may have died before the coordinator heard of any."""
+"""Incarnations of a rank that may have died before the coordinator received word of any."""
 
 
 class Member(NamedTuple):
@@ -32,7 +32,7 @@ class LateRank(NamedTuple):
     rank: int
     incarnation: int
     lenient: bool
-    """It may well be at work, and is only to blame if it was stopped."""
+    """The process may be at work: it counts as late only if it was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +55,25 @@ class ExpireWait:
 
 
 class Membership:
-    """The members by rank. An incarnation only ever gives way to a newer one.
+    """Members by rank. An incarnation is only ever replaced by a newer one.
 
-    A replacement runs the script from its top, so it may take as long as the
-    longest stretch in which any rank said nothing. Ranks that were in the
-    present view, or were there from the beginning, have no such excuse.
+    A replacement runs the script from its top, so it may take as long as the longest silence of any
+    rank so far. Ranks that were in the present view, or were there from the beginning, have no such
+    excuse.
     """
 
     def __init__(self, *, num_workers: int, not_before: float = -math.inf) -> None:
-        """Before `not_before` no rank is late: a restarted coordinator has heard nobody yet."""
+        """Before `not_before` no rank is late: a restarted coordinator has not heard from any yet."""
         self.num_workers, self.not_before = num_workers, not_before
         self.members: dict[int, Member] = {}
         self.view = 0
         self.seated: dict[int, int] = {}  # rank -> incarnation, in the present view
-        self.stretch_s = 0.0  # the longest time between two words of a rank
+        self.stretch_s = 0.0  # longest time between two messages of a rank
         self._newest: dict[int, int] = {}
-        self._killed_by: dict[int, int] = {}  # rank -> how its last process ended, until the next one joins
+        # Rank -> exit status of its last process, until the next one joins.
+        self._killed_by: dict[int, int] = {}
         self._spoke_at: dict[int, float] = {}
-        self._asked_at: dict[int, float] = {}  # rank -> when it was last found late
+        self._asked_at: dict[int, float] = {}  # rank -> time it was last found late
 
     def admit(self, join: Join, at: float) -> str | None:
         """Admit a process, or return the reason for refusing it."""
@@ -121,15 +122,16 @@ class Membership:
         self._spoke_at[rank] = at
 
     def due(self, rank: int, *, since: float, timeout_s: float) -> float:
-        """Time at which those that wait for `rank` since `since` may report it, for the first time or again."""
+        """Time at which ranks that wait for `rank` since `since` may report it, for the first time or again."""
         return max(since, self.not_before, self._asked_at.get(rank, -math.inf)) + timeout_s
 
     def first_due(
         self, missing: Callable[[], list[int]], at_least: int, *, since: float, timeout_s: float
     ) -> float:
-        """Time of the first `due` among ranks that are missing, of which there are at least so many.
+        """Earliest `due` among missing ranks, of which there are at least `num_missing`.
 
-        They are looked at one by one only where each of them may have been reported before: thousands wait for few.
+        Ranks are checked one by one only where each may have been reported before: thousands wait
+        for few.
         """
         if at_least > len(self._asked_at):
             return max(since, self.not_before) + timeout_s
@@ -138,7 +140,7 @@ class Membership:
     def late(
         self, rank: int, *, since: float, timeout_s: float, now: float, may_be_busy: bool = False
     ) -> LateRank | None:
-        """`rank` if it is overdue for those that wait since `since`. `may_be_busy`: nothing hangs on it yet."""
+        """`rank` if it is overdue for ranks waiting since `since`. `may_be_busy`: no rank is blocked by it yet."""
         if now < self.due(rank, since=since, timeout_s=timeout_s):
             return None
         self._asked_at[rank] = now
@@ -157,5 +159,5 @@ class Membership:
 
     def _renew(self, rank: int, incarnation: int, at: float) -> None:
         self._newest[rank] = max(self.newest(rank), incarnation)
-        self._spoke_at[rank] = at  # from here its stretch counts
+        self._spoke_at[rank] = at  # start of its next silence
         self._asked_at.pop(rank, None)

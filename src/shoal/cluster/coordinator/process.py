@@ -47,7 +47,7 @@ MAX_UNSENT_BYTES = 32 << 20
 RECEIVE_BYTES = 64 * 1024
 
 MAX_SLEEP_S = 3600.0
-"""epoll takes no more than 24 days, and a client may ask to wait for longer."""
+"""epoll accepts at most 24 days, and a client may ask for a longer wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +57,9 @@ class _ClientConnection:
     number: int
     sock: socket.socket
     since: float
-    identity: Identity | None = None  # of one that comes from another host, by its certificate
+    identity: Identity | None = None  # from its certificate, if it connects from another host
     is_remote: bool = False
-    is_writing: bool = False  # the socket would not take all of `unsent`
+    is_writing: bool = False  # the socket did not take all of `unsent`
     decoder: Decoder = field(default_factory=Decoder)
     unsent: bytearray = field(default_factory=bytearray)
 
@@ -67,10 +67,8 @@ class _ClientConnection:
 class Coordinator:
     """Moves messages between connections and `Coordination`, and deadlines between the clock and it.
 
-    One thread runs everything, so nothing here takes a lock; nothing blocks
-    but `select`, and that only until the next deadline. What happened in one
-    turn is written down together, then answered: so many a promise costs one
-    write.
+    One thread runs everything, so nothing here takes a lock. Only `select` blocks, until the next
+    deadline. All promises of one turn are journaled in one write, then answered.
     """
 
     def __init__(
@@ -83,17 +81,18 @@ class Coordinator:
         supervisor: int = 0,
         remote: tuple[socket.socket, Credentials] | None = None,
     ) -> None:
-        """`write` is the journal's; without one nothing is kept. `supervisor` is the pid that may watch.
+        """`write` is the journal's; without it nothing is persisted. `supervisor` is the pid that may watch.
 
-        `remote` is the listening socket for other hosts, and what is presented there.
+        `remote` is the listening socket for other hosts, with its credentials.
         """
         self.num_refused, self.last_refusal = 0, ""
         self._config, self._write, self._supervisor = config, write, supervisor
         self._coordination = Coordination(config, journaled, now=time.monotonic())
-        self._due: deque[Action] = deque()  # decided in this turn, not yet done
+        self._due: deque[Action] = deque()  # decided in this turn, not yet carried out
         self._connections: dict[int, _ClientConnection] = {}
-        self._strangers: deque[_ClientConnection] = deque()  # in the order in which they came
-        self._encoded: tuple[Message | None, bytes] = (None, b"")  # said last: a view is told to thousands
+        self._strangers: deque[_ClientConnection] = deque()  # in order of arrival
+        # Last message: a view is sent to thousands of clients.
+        self._encoded: tuple[Message | None, bytes] = (None, b"")
         self._num_accepted = 0
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_connections = (1 << 20 if num_files == resource.RLIM_INFINITY else num_files) - 32
@@ -140,7 +139,7 @@ class Coordinator:
             self._count_refusal(error.problem)
             return
         except OSError:
-            return  # it was gone before we looked
+            return  # it was gone before the accept
         if self._supervisor and not unix.is_descendant(peer.pid, self._supervisor):
             sock.close()
             self._count_refusal(f"process {peer.pid} is none of this job's")
@@ -156,7 +155,7 @@ class Coordinator:
         self._take_in(sock, is_remote=True)
 
     def _take_in(self, sock: socket.socket, *, pid: int = 0, is_remote: bool = False) -> None:
-        """`pid` is the kernel's word for who is at the other end; 0: it is not asked."""
+        """Register a connection. `pid` is the peer's process by the kernel; 0: not checked."""
         if len(self._connections) >= self._max_connections:
             # Without a descriptor to spare, accept would fail and select would spin on the listener.
             sock.close()
@@ -191,7 +190,7 @@ class Coordinator:
             self._count_refusal(error.problem)
             self._drop(connection)
         except BlockingIOError:
-            pass  # woken for nothing
+            pass  # spurious wake-up
         except OSError:
             self._drop(connection)
 
@@ -283,14 +282,14 @@ class Coordinator:
 
 
 def _check_speaker(identity: Identity, message: Message) -> None:
-    """Refuse what the role and number of a certificate may not say."""
+    """Refuse messages that the certificate's role and number do not permit."""
     match message:
         case Join(rank, incarnation):
             said = ("worker", rank, incarnation)
         case JoinServer(number, incarnation):
             said = ("server", number, incarnation)
         case _:
-            return  # who joined as somebody is held to that by the coordinator's state
+            return  # the coordinator's state checks members that have joined
     if said != (identity.role, identity.number, identity.incarnation):
         raise WireError(f"{identity.name} wants to join as {said[0]} {said[1]}, incarnation {said[2]}")
 
@@ -302,7 +301,7 @@ def _pass(moment: str, entries: Sequence[Entry]) -> None:
 
 
 CANNOT_GO_ON = JournalFailed.exit_code
-"""The exit code that says: it would be no better the next time. Why, is the last thing on stderr."""
+"""Exit code for errors that a restart would not cure. The reason is the last output on stderr."""
 
 
 class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,19 +312,19 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The process that may watch."""
 
     journal: str | None = None
-    """Path of the journal. None: nothing is kept, and this coordinator must not die."""
+    """Path of the journal. None: nothing is persisted, and this coordinator must not die."""
 
     launch: int = 0
     """Number of the launch, by `journal.begin_launch`."""
 
     incarnation: int = 0
-    """How often it was started again."""
+    """Number of restarts."""
 
     faults: tuple[Fault, ...] = ()
     """Injected faults, by failpoint."""
 
     credentials: Credentials | None = None
-    """For processes of other hosts, which come by the descriptor `tcp_listener`."""
+    """For processes of other hosts, which connect through the descriptor `tcp_listener`."""
 
 
 def main(spec: bytes, fds: dict[str, int]) -> int:
@@ -335,8 +334,9 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     wake, stop = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda signum, frame: None)  # the byte in the wake-up socket is the message
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
+    # The byte in the wake-up socket carries the signal.
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     if "status" in fds:
         run_dir = os.path.dirname(told.journal) if told.journal else None
         recorder.start("coordinator", told.incarnation, run_dir=run_dir, send=recorder.over(fds["status"]))

@@ -60,7 +60,7 @@ class LoseSlots:
     slots: tuple[int, ...]
     servers: tuple[int, ...]
     rank: int | None = None
-    """Where the servers live: whose part in a step is gone."""
+    """With servers inside workers: the rank whose part in a step is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +82,32 @@ Action: TypeAlias = AnnounceView | LoseSlots | Settle | RefuseChange
 
 
 MAX_AHEAD = 100
-"""Incarnations of a server that may have died before the coordinator heard of any."""
+"""Incarnations of a server that may have died before the coordinator received word of any."""
 
 
 class ServerGroup:
-    """The servers of one job.
+    """Servers of one job.
 
-    `num_copies` is of every slot, the primary's among them; with fewer servers
-    than that in the map (some are dead) a slot has fewer, and is filled up again.
+    `num_copies` counts every copy of a slot, the primary included. With fewer servers present a
+    slot has fewer copies, and is refilled later.
     """
 
     def __init__(
         self, *, num_servers: int, num_copies: int, max_servers: int, hosts: tuple[int, ...] = ()
     ) -> None:
-        """`hosts` are the homes of the servers by number, where there are several: copies of a slot are kept apart."""
+        """`hosts` are the homes of the servers by number, where there are several hosts: copies of a
+        slot go to different ones.
+        """
         self._hosts = hosts
-        self._addresses: dict[int, str] = {}  # of servers that other hosts can reach
+        self._addresses: dict[int, str] = {}  # of servers reachable from other hosts
         self.num_servers, self.num_copies, self.max_servers = num_servers, num_copies, max_servers
-        self.members: dict[int, int] = {}  # number -> incarnation, of those that live and have joined
+        self.members: dict[int, int] = {}  # number -> incarnation, of servers that live and have joined
         self.view = 0
         self.num_losses = 0
         self.newest: ServerView | None = None  # None before the first, and after a loss
         self._fenced_below: dict[int, int] = {}  # number -> incarnation
         self._map = SlotMap(0, ())
-        self._moves: dict[int, SlotMove] = {}  # by slot: those under way, as far as they are in this view
+        self._moves: dict[int, SlotMove] = {}  # by slot: moves under way in this view
         self.is_settled = False  # every slot is where it belongs
 
     @property
@@ -121,7 +123,7 @@ class ServerGroup:
         return incarnation < self._fenced_below.get(number, 0)
 
     def expected(self, number: int) -> int:
-        """Incarnation that is in, or that will join next."""
+        """Incarnation that is present, or that will join next."""
         return max(self.members.get(number, 0), self._fenced_below.get(number, 0))
 
     def handle(self, event: Event) -> list[Action]:
@@ -140,7 +142,7 @@ class ServerGroup:
             case ScaleServers(num_servers):
                 return self._scale(num_servers)
 
-    # ---- who is there ---------------------------------------------------------------------------
+    # ---- membership -----------------------------------------------------------------------------
 
     def _join(self, number: int, incarnation: int) -> list[Action]:
         if number >= self.max_servers:
@@ -158,11 +160,11 @@ class ServerGroup:
                 )
             ]
         if self.members.get(number) == incarnation:
-            # On a new line. What it was filled with, it may have said on the old one to nobody: it is asked anew.
+            # On a new connection. Its fill reports on the old one may be lost, so it is asked again.
             if any(_name(number) in move.missing for move in self._moves.values()):
                 return self._new_view(self._map.holders, always=True)
             return []
-        # News of its predecessor's death may come later than itself.
+        # It may join before its predecessor's death is reported.
         lost = self._die(number, incarnation - 1) if number in self.members else []
         self.members[number] = incarnation
         if self.newest is None:
@@ -187,8 +189,8 @@ class ServerGroup:
         )
         if survivors.lost:
             return [self._lose(survivors.lost)]
-        # Of several replicas the first in the order of holders takes over. All have what was acknowledged, but another
-        # may have more of what was not: it is filled anew from the new primary.
+        # The first replica in holder order takes over. All have every acknowledged update, but another may
+        # have more unacknowledged ones: it is refilled from the new primary.
         holders = (
             left[:1] if before[0] == name else left
             for before, left in zip(self._map.holders, survivors.holders, strict=True)
@@ -198,13 +200,13 @@ class ServerGroup:
     def _lose_step(self, lost: ServerLostStep) -> list[Action]:
         is_in = self.members.get(lost.number) == lost.incarnation
         if self.newest is None or not is_in or lost.view != self.view:
-            return []  # the next view may know better, and is asked the same
+            return []  # the request is repeated in the next view, which may contain it
         return [self._lose(range(NUM_SLOTS), lost.rank)]
 
     def _lose(self, slots: Iterable[int], rank: int | None = None) -> LoseSlots:
         holders = {number for slot in slots for number in map(_number, self._map.holders[slot])}
         self.num_losses += 1
-        # What the others still hold is of no use without these, and of a later time than any checkpoint.
+        # Slots that survive are useless without these: they are newer than any checkpoint.
         for number, incarnation in self.members.items():
             self._fenced_below[number] = incarnation + 1
         self.members.clear()
@@ -212,7 +214,7 @@ class ServerGroup:
         self.newest = None
         return LoseSlots(self.num_losses, self.view, tuple(slots), tuple(sorted(holders)), rank)
 
-    # ---- where slots are ------------------------------------------------------------------------
+    # ---- placement of slots ---------------------------------------------------------------------
 
     def _form(self) -> list[Action]:
         wanted = tuple(range(self.num_servers))
@@ -222,12 +224,12 @@ class ServerGroup:
 
     @functools.cached_property
     def _seed(self) -> int:
-        # Of the group as it was launched, so that later changes move as little as they can.
+        # Seed of the group as launched, so that later changes move as few slots as possible.
         return _evenest_seed(self.num_servers, self.num_copies, self._hosts)
 
     @property
     def _hosts_now(self) -> tuple[int | str, ...]:
-        """Host of each server: that of its address, which need not be its home; its home until it has joined."""
+        """Host of each server: that of its address, which may differ from its home; its home until it has joined."""
         return tuple(
             self._addresses[number].rpartition(":")[0] if number in self._addresses else home
             for number, home in enumerate(self._hosts)
@@ -236,7 +238,7 @@ class ServerGroup:
     def _go_on(self, there: SlotMap) -> list[Action]:
         """Plan missing moves, carry out those that are ready, and announce the view if anything changed."""
         self._plan(there)
-        # All at once: every view costs every worker a question.
+        # All ready moves in one view: every view costs each worker a request.
         if self._is_ready:
             there = switch(SlotMap(self.view, there.holders), self._moves.values(), view=self.view + 1)
             self._plan(there)
@@ -258,9 +260,9 @@ class ServerGroup:
         return bool(self._moves) and all(move.state is MoveState.READY for move in self._moves.values())
 
     def _belongs(self, placed: Holders, before: Holders) -> Holders:
-        """Holders of a slot among the present servers: a server that is expected back is waited for."""
+        """Holders of a slot among the present servers; a server that is expected back keeps its place."""
         after = [name for name in placed if _number(name) in self.members]
-        # Until all new holders have it, the old ones keep their copies.
+        # The old holders keep their copies until all new holders have theirs.
         after += [name for name in before if name not in after][: max(0, self._num_wanted - len(after))]
         return tuple(after)
 
@@ -272,7 +274,7 @@ class ServerGroup:
         if self.newest is None or self.members.get(filled.number) != filled.incarnation:
             return []
         if filled.view != self.view:
-            return []  # since then updates may have passed it by: it is filled anew, and will say so
+            return []  # updates may have bypassed it since: it is refilled, and reports again
         name = _name(filled.number)
         for slot in filled.slots:
             if slot in self._moves:
@@ -291,11 +293,11 @@ class ServerGroup:
             ]
         if self.newest is None:
             return [RefuseChange("the servers have not all joined yet; try again in a moment")]
-        _ = self._seed  # of the group as it was launched: before the number changes
+        _ = self._seed  # compute it for the group as launched, before the number changes
         self.num_servers, self.is_settled = num_servers, False
         return self._go_on(self._map)
 
-    # ---- what is told ---------------------------------------------------------------------------
+    # ---- announcements --------------------------------------------------------------------------
 
     def _new_view(self, holders: tuple[Holders, ...], *, always: bool = False) -> list[Action]:
         said = [[_number(name) for name in names] for names in holders]
@@ -311,7 +313,8 @@ class ServerGroup:
             return []
         self.view += 1
         self._map = SlotMap(self.view, holders)
-        # A replica that is being filled is filled anew in every view: only the primary knows which rows are current.
+        # A replica that is being filled starts again in every view: only the primary knows which rows are
+        # current.
         self._moves = {}
         self._plan(self._map)
         self.newest = ServerView(self.view, said, incarnations, joining, addresses)

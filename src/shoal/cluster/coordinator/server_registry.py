@@ -59,7 +59,7 @@ Action: TypeAlias = Answer | Persist | DropClient | NotifySupervisor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersConfig:
-    """Servers of a job, as the coordinator is told."""
+    """Servers of a job, as configured for the coordinator."""
 
     num_servers: int = 0
     """At launch; 0 where the job has none."""
@@ -120,7 +120,7 @@ class ServerRegistry:
         self._liveness = liveness
         self._heartbeats = _Heartbeats(sent_at=now)
         self._not_before, self._began = now + grace_s, now
-        self._loss: SlotsLost | None = None  # the newest, until the group is whole again
+        self._loss: SlotsLost | None = None  # newest loss, until the group is complete again
         self._lost_view = -1
 
     # ---- remembering ----------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class ServerRegistry:
                 case LeasesStand():
                     self.leases.restore(fact)
 
-    # ---- who speaks -----------------------------------------------------------------------------
+    # ---- clients --------------------------------------------------------------------------------
 
     def is_server(self, client: int) -> bool:
         return client in self._lines
@@ -205,7 +205,7 @@ class ServerRegistry:
 
     def ask_lease(self, client: int, ask: AskLease, now: float) -> list[Action]:
         if ask.view <= self._lost_view:
-            # It will be killed in a moment; what it knows of the epoch is not what the checkpoint knows.
+            # It will be killed in a moment, and its knowledge of the epoch is newer than the checkpoint's.
             reason = f"the servers of view {ask.view} are lost, and the job begins anew"
             return [Answer(client, LeaseRefused(reason))]
         try:
@@ -308,14 +308,14 @@ class ServerRegistry:
             tolerated_s = self._liveness.step_timeout_s if is_in else self._liveness.join_timeout_s
             silent_s = now - max(self._heartbeats.heard_at.get(number, self._began), self._not_before)
             if silent_s >= tolerated_s:
-                self._heartbeats.heard_at[number] = now  # it is complained of again after as long
+                self._heartbeats.heard_at[number] = now  # reported again after the same interval
                 why = f"it said nothing for {silent_s:.1f} s" if is_in else "it never joined"
                 actions.append(
                     NotifySupervisor(SuspectServer(number, self._group.expected(number), why, silent_s))
                 )
         return actions
 
-    # ---- what the group decided -----------------------------------------------------------------
+    # ---- actions of the group -------------------------------------------------------------------
 
     def _about(self, decided: list[server_group.Action]) -> list[Action]:
         actions: list[Action] = []

@@ -92,9 +92,9 @@ def evenest_seed(
 ) -> int:
     """Of the seeds from `seed` on, the one whose placement loads the first servers of a job most evenly.
 
-    Hashing alone leaves some servers 10 % more than their share. Trying a few
-    seeds once, at the job's begin, takes most of that back and costs nothing
-    later: the seed is part of the job, so changes stay as small as ever.
+    Hashing alone leaves some servers 10 % above their share. Trying a few seeds once, at launch,
+    recovers most of that at no later cost: the seed belongs to the job, so later changes still move
+    as little as before.
     """
 
     def unevenness(candidate: int) -> float:
@@ -125,10 +125,10 @@ def _score(seed: int, slot: int, name: str, weight: float) -> float:
 def fail_over(
     slot_map: SlotMap, *, dead: Iterable[str], marks: Mapping[str, Sequence[int]], view: int
 ) -> SlotMap:
-    """The map of `view` without the dead: a lost primary's replica with the highest mark takes over.
+    """Map of `view` without the dead servers: the replica with the highest mark replaces a lost primary.
 
-    `marks[server][slot]` is how far each surviving server's copy is. A slot
-    whose primary lives keeps it: what it has acknowledged is what counts.
+    `marks[server][slot]` is the progress of each surviving copy. A living primary stays primary:
+    its acknowledged updates are the reference.
     """
     gone = frozenset(dead)
 
@@ -137,7 +137,7 @@ def fail_over(
             return holders
         left = [name for name in holders if name not in gone]
         if holders[0] in gone and left:
-            # Ties go to the earlier holder, so that every coordinator decides alike.
+            # Ties go to the earlier holder, so that every coordinator decides the same.
             left.sort(key=lambda name: (-marks[name][slot], holders.index(name)))
         return tuple(left)
 
@@ -182,7 +182,7 @@ class SlotMove:
         return self._to(self.state if missing else MoveState.READY, missing)
 
     def lost(self, server: str) -> SlotMove:
-        """`server` died. The move is abandoned where it had a part; a later plan begins it anew."""
+        """Record that `server` died. A move that involved it is abandoned; a later plan starts it anew."""
         is_open = self.state in (MoveState.COPYING, MoveState.READY)
         return self._to(MoveState.ABANDONED) if is_open and server in self.before + self.after else self
 

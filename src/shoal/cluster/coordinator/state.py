@@ -60,7 +60,7 @@ Action: TypeAlias = Answer | Persist | DropClient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinationConfig:
-    """A job as its coordinator is told."""
+    """A job, as configured for its coordinator."""
 
     num_workers: int
     """How many ranks there are."""
@@ -80,20 +80,20 @@ class _Client:
     """One connection. `rank` is -1 until it has joined, and stays so for the supervisor's."""
 
     is_supervisor: bool
-    pid: int = 0  # by the kernel's word; 0: not known, or of another host
+    pid: int = 0  # from the kernel; 0: unknown, or on another host
     rank: int = -1
     incarnation: int = -1
     is_watching: bool = False
-    has_asked: bool = False  # and was not answered yet
+    has_asked: bool = False  # has an unanswered request
 
 
 class Coordination:
-    """All state of a coordinator. Every method applies one event and returns the actions that follow, in order."""
+    """Complete state of a coordinator. Every method applies one event and returns the actions that follow, in order."""
 
     def __init__(
         self, config: CoordinationConfig, journaled: JournalState | None = None, *, now: float = 0.0
     ) -> None:
-        """`journaled` is what the journal holds where another coordinator was killed."""
+        """`journaled` is the journal's content if an earlier coordinator was killed."""
         journaled = journaled or JournalState()
         self._clients: dict[int, _Client] = {}
         self._by_rank: dict[int, list[int]] = {}  # clients that joined as it
@@ -118,7 +118,7 @@ class Coordination:
         )
         self._calls = Calls(
             num_workers=config.num_workers,
-            # A rank still in an exchange first has step_timeout_s to find out that no peer joins it.
+            # A rank still in an exchange first has step_timeout_s to detect that no peer joins it.
             timeout_s=liveness.join_timeout_s + (liveness.step_timeout_s if config.can_recover else 0.0),
             membership=self._membership if config.can_recover else None,
             record=journaled.calls,
@@ -146,7 +146,7 @@ class Coordination:
         return min((each for each in deadlines if each is not None), default=None)
 
     def connected(self, client: int, *, is_supervisor: bool = False, pid: int = 0) -> None:
-        """A client has connected. The kernel tells whether it is the supervisor, and its process."""
+        """A client has connected. The kernel tells its process, and whether that is the supervisor."""
         self._clients[client] = _Client(is_supervisor, pid)
         if pid:
             self._by_pid.setdefault(pid, []).append(client)
@@ -158,7 +158,7 @@ class Coordination:
     def hear(self, client: int, message: Message, now: float) -> list[Action]:
         me = self._clients.get(client)
         if me is None:
-            return []  # dropped a moment ago, and what it said before that is of no account
+            return []  # it was dropped, and its earlier messages no longer count
         if me.has_asked:
             return [DropClient(client, "it asks before it was answered")]
         if isinstance(message, Watch | Reaped | Saved | Noted | ReapedServer | ScaleServers):
@@ -238,7 +238,7 @@ class Coordination:
             *self._about_servers(self._servers.tick(now)),
         ]
 
-    # ---- who speaks -----------------------------------------------------------------------------
+    # ---- clients --------------------------------------------------------------------------------
 
     def _join(self, client: int, me: _Client, join: Join, now: float) -> list[Action]:
         if me.rank >= 0 or me.is_watching:
@@ -252,8 +252,8 @@ class Coordination:
             and join.incarnation > known.incarnation
             and self._calls.phase is calls.CallPhase.ENDED
         ):
-            # A replacement for a process that was let go before it was killed: nothing is left to do. It is not
-            # admitted, so that it hears the same when it has to ask again.
+            # A replacement for a process that was released before it was killed: nothing is left to do. It
+            # is not admitted, so that it gets the same answer when it asks again.
             return [self._answer(client, Leave())]
         reason = self._membership.admit(join, now)
         if reason is not None:
@@ -271,7 +271,7 @@ class Coordination:
         ]
 
     def _impostor(self, client: int, me: _Client, pid: int, role: str) -> str | None:
-        """The reason why a process is not what it says it is: the kernel knows it as another, or it has another role."""
+        """Reason why a process is not who it claims to be: the kernel reports another pid, or it has another role."""
         if not me.pid or me.is_supervisor:
             return None
         if pid != me.pid:
@@ -327,7 +327,7 @@ class Coordination:
     def _is_settled(self, suspect: Suspect) -> bool:
         return self._membership.is_fenced(suspect.rank, suspect.incarnation)
 
-    # ---- what the parts decided -----------------------------------------------------------------
+    # ---- actions of the parts -------------------------------------------------------------------
 
     def _about_calls(self, decided: list[calls.Action]) -> list[Action]:
         granted = self._calls.granted_since(self._num_remembered)
@@ -364,7 +364,7 @@ class Coordination:
                 case ReportSuspect():
                     actions += self._suspect(each)
         if self._views.is_gathering:
-            # Somebody has left this view, so it is over for all: they are fetched from wherever they wait.
+            # A rank has left this view, so it is over for all: waiting ranks are sent to the next one.
             view = self._membership.view
             actions += self._about_calls(self._calls.handle(calls.CallsSuspended(view)))
             actions += self._about_store(self._store.handle(store_table.ViewClosed(view)))
@@ -428,8 +428,8 @@ class Coordination:
         return Answer(client, message)
 
     def _overtaken(self, client: int) -> DropClient:
-        # Its line broke, it asked again on a new one, and only now the old question arrives. Nobody reads the answer
-        # there; to take it for the newest would leave the one who waits on the new line without.
+        # The rank reconnected and repeated its request, and the old one arrives only now. Taking it for the
+        # newest would leave the rank without an answer on its new connection.
         return DropClient(client)
 
     def _to_caller(self, rank: int, message: Message) -> Answer:

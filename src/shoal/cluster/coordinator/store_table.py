@@ -58,7 +58,6 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def prefix_of(view: int) -> str:
-    """Prefix of the keys of a view."""
     return f"view-{view}"
 
 
@@ -102,10 +101,10 @@ class _StoreWaiter(NamedTuple):
 
 
 class StoreTable:
-    """A dictionary whose readers may wait, each with a deadline.
+    """Dictionary whose readers may wait, each with a deadline.
 
-    A value is answered as it is at the moment the last missing key appears;
-    a key that was deleted again by then is waited for again.
+    A request is answered with the values at the moment its last missing key appears; a key that was
+    deleted again by then is waited for again.
     """
 
     def __init__(
@@ -116,16 +115,15 @@ class StoreTable:
         """`values` and `answers` are those of a coordinator that died."""
         self.values = dict(values or {})
         self.num_bytes = sum(len(key) + len(value) for key, value in self.values.items())
-        self.answers = dict(answers or {})  # by client: its newest request that must not be done twice
+        # By client: answer to its newest request that must not be applied twice.
+        self.answers = dict(answers or {})
         self._closed_view = 0
         self._waiting: dict[int, _StoreWaiter] = {}
         self._num_waited = 0
-        self._wanted: dict[
-            str, set[int]
-        ] = {}  # key that is missing -> clients that wait for it, and maybe for others too
-        self._deadlines: list[
-            tuple[float, int, int]
-        ] = []  # heap of deadline, number and client, of some that are gone too
+        # Missing key -> clients that wait for it, and possibly for others too.
+        self._wanted: dict[str, set[int]] = {}
+        # Heap of deadline, number and client; may contain clients that are gone.
+        self._deadlines: list[tuple[float, int, int]] = []
         self._changed_keys: set[str] = set()
         self._changed_answers: set[int] = set()
 
@@ -216,7 +214,7 @@ class StoreTable:
         self.values[key] = value
 
     def _forget(self, key: str) -> bool:
-        """Drop a key; whether it was there."""
+        """Delete a key; whether it existed."""
         value = self.values.pop(key, None)
         if value is None:
             return False
@@ -224,7 +222,7 @@ class StoreTable:
         return True
 
     def _problem(self, request: Request) -> str | None:
-        """The reason why a request asks for more than there may be."""
+        """Reason why a request exceeds the limits; empty if it does not."""
         added = asked = 0
         match request:
             case StoreSet(changes):

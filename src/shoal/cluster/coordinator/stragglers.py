@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from shoal.errors import ConfigError
 
 PACE_DECAY = 0.5
-"""Of what was measured before, with every range that is finished: the last few count."""
+"""Weight of earlier measurements at every finished range: the last few dominate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +26,16 @@ class DrainConfig:
     """Limits beyond which a slow worker is drained, and how often it is probed."""
 
     slower_than: float | None = None
-    """So many times slower than the median of the others; None: never."""
+    """Times slower than the median of the others at which a worker is drained; None: never."""
 
     probe_every_s: float = 10.0
-    """Between two probes of a drained worker, at least."""
+    """Minimum time between two probes of a drained worker."""
 
     probe_share: float = 0.2
-    """Of its time that a drained worker may spend on probes: a range lasts long where it is."""
+    """Largest share of its time that a drained worker spends on probes: ranges take long on it."""
 
     min_leases: int = 2
-    """So many in a row must each have been that slow: one alone may be a hiccup, and the first one has to warm up."""
+    """Consecutive ranges that must each have been slow: one alone may be a hiccup, and the first one includes warm-up."""
 
     def __post_init__(self) -> None:
         if self.slower_than is not None and not 1 < self.slower_than < math.inf:
@@ -60,7 +60,7 @@ class PaceFigures:
 
 @dataclass(frozen=True, slots=True)
 class Drained(PaceFigures):
-    """The worker is drained: it is given probes alone."""
+    """The worker is drained: it gets only probes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class Readmitted(PaceFigures):
 
 @dataclass(slots=True)
 class Pace:
-    """Samples and seconds of one worker, the older ones counting less."""
+    """Samples and seconds of one worker, with older ones weighted less."""
 
     samples: float = 0.0
     seconds: float = 0.0
     num_slow: int = 0
-    """Ranges in a row, up to the last, that were so slow that it would be drained."""
+    """Consecutive latest ranges slow enough for draining."""
 
     @property
     def samples_per_s(self) -> float:
@@ -92,10 +92,10 @@ class Stragglers:
     """By rank: when it may be probed next."""
 
     def finished(self, rank: int, num_samples: int, busy_s: float, at: float) -> Drained | Readmitted | None:
-        """A worker has run a lease in so many seconds of its own; returns the decision, if it changed."""
+        """Record the seconds of its own that a worker spent on a lease; returns the decision, if it changed."""
         pace = self.paces.setdefault(rank, Pace())
         if rank in self.drained:
-            pace.samples = pace.seconds = 0.0  # a probe says how it is now
+            pace.samples = pace.seconds = 0.0  # a probe measures the present pace alone
         pace.samples = pace.samples * PACE_DECAY + num_samples
         pace.seconds = pace.seconds * PACE_DECAY + busy_s
         limit = self.config.slower_than
@@ -131,7 +131,7 @@ class Stragglers:
         self.drained.pop(rank, None)
 
     def seconds_for(self, rank: int, num_samples: int) -> float | None:
-        """Expected time of a worker for so many samples, by the median of the others where its pace is unknown."""
+        """Expected time of a worker for this many samples, by the median of the others if its pace is unknown."""
         known = [pace.samples_per_s for pace in self.paces.values()]
         if not known:
             return None

@@ -29,7 +29,7 @@ MAX_APART = 1
 
 
 MIN_ARRIVAL_S = 2.0
-"""From the moment one rank has left a view, however long it had waited before: for the others to notice, and leave."""
+"""Minimum time for the other ranks to notice and leave, from the first rank's leaving, however long it had waited before."""
 
 
 class ViewPhase(StrEnum):
@@ -59,8 +59,8 @@ class ViewEntered:
     finished: int  # exchanges; -1: none, and no state either
     call: int
     at: float
-    waited_s: float = 0.0  # already, in the exchange that broke
-    waited_in: str = ""  # which one that was
+    waited_s: float = 0.0  # time spent in the exchange that broke
+    waited_in: str = ""  # name of that exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class FormView:
     """A new view. Tell `ranks`: all that wait, or one that asks again."""
 
     view: int
-    donor: int  # the lowest rank among those that finished most; -1: nobody has state
+    donor: int  # lowest rank among those that finished most; -1: no rank has state
     finished: int
     call: int
     incarnations: tuple[int, ...]
@@ -165,13 +165,13 @@ class Views:
         if (reason := self._why_not(entered)) is not None:
             return [RefuseEntry(rank, reason)]
         if self._is_in(entered) and entered.view_left != self.view:
-            # The news of it was lost, with a coordinator or a connection.
+            # The answer about the view was lost, with a coordinator or a connection.
             return [replace(self._formed, ranks=(rank,))]
         if self.phase is ViewPhase.FORMED:
             self._move(ViewPhase.GATHERING)
         before = self._waiting.get(rank)
         if before is not None and before.incarnation == entered.incarnation:
-            entered = replace(entered, at=before.at)  # asked again: it waits since it first did
+            entered = replace(entered, at=before.at)  # a repeated request: it waits since the first one
         self._waiting[rank] = entered
         since = self._waiting_since
         self._waiting_since = None if since is None or before else min(since, self._since_of(entered))
@@ -194,7 +194,7 @@ class Views:
 
     def _form(self) -> list[Action]:
         waiting = dict(sorted(self._waiting.items()))
-        # A replacement whose donor died before it gave anything has left the view too, and still has no state.
+        # A replacement whose donor died before the transfer has left the view too, and still has no state.
         survivors = {
             rank: each
             for rank, each in waiting.items()
@@ -229,8 +229,8 @@ class Views:
         waited_s = at - since
         if not self._can_recover:
             return self._expire(at, missing)
-        # Survivors have given up an exchange, so something hangs. A replacement alone may have come while the
-        # others are at work of their own: they will notice it at their next call or exchange.
+        # Survivors gave up an exchange, so something hangs. A replacement alone may have joined while the
+        # others are busy: they will notice it at their next call or exchange.
         nothing_hangs = self.view > 0 and not any(each.view_left for each in self._waiting.values())
         waiters = _ranks(sorted(self._waiting))
         actions: list[Action] = []
@@ -252,7 +252,7 @@ class Views:
         return [ExpireWait(rank, self._operation, at - each.at, described) for rank, each in waiters]
 
     def _is_complete(self) -> bool:
-        """Whether every rank waits here, in its newest incarnation. They are looked at only when there are enough."""
+        """Whether every rank waits here, in its newest incarnation. Checked only when enough ranks wait."""
         return len(self._waiting) == self._membership.num_workers and not self._missing()
 
     def _clear(self) -> None:

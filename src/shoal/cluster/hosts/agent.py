@@ -1,9 +1,8 @@
 """Host agent, `shoal join`: a warm parent on one host of a job, under the head's command.
 
-It forks, reaps, forwards output and status, and sends heartbeats. It decides
-nothing about the job, with one exception: when the head has been silent for too
-long, or hangs up, it kills its children and ends, because by then the head
-counts them as dead and starts others in their place.
+It forks, reaps, forwards output and status, and sends heartbeats. It makes one decision of its own:
+when the head has been silent for too long, or hangs up, it kills its children and exits, because by
+then the head counts them as dead and has started replacements.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.tls import TlsStream
 
 CREDIT_BYTES = 256 << 10
-"""Of each pipe's output that the head has not passed on yet; a child that writes more waits, as it would at home."""
+"""Output per pipe that the head may leave unacknowledged; beyond it the child blocks, as on a full local pipe."""
 
 CONNECT_TIMEOUT_S = 15.0
 
 COPY_EVERY_S = 3.0
-"""The journal and what else changes without a checkpoint being written."""
+"""Interval for copying the journal and other files that change without a checkpoint."""
 
 RECEIVE_BYTES = 256 << 10
 
@@ -111,10 +110,10 @@ class HostAgent:
         role: str = "",
         health: Health | None = None,
     ) -> None:
-        """`folder`: the copy of the script's folder; None: it is at the same path as on the head.
+        """`folder`: copy of the script's folder; None: same path as on the head.
 
-        `copy`: of the run directory; None: it is the head's own. `role`: the only one that may run here, of a service;
-        `health` is told of every turn.
+        `copy`: copy of the run directory; None: it is the head's own. `role`: the only role that
+        may run here, for a service. `health` is called in every turn.
         """
         self._role, self._health = role, health or Health(role or "host")
         self._admission, self._head, self._warm = admission, head, warm
@@ -130,11 +129,11 @@ class HostAgent:
         self._start: AgentStart
         self._heard_at = self._beat_at = 0.0
         self._has_listened = self.is_leaving = False
-        self.leaving_code = 0  # of the signal by which this host was asked to leave
+        self.leaving_code = 0  # exit code for the signal by which this host was asked to leave
         self._ending: EndAgent | None = None
         self.reason = ""
         self.is_head_lost = False
-        self._copied: deque[tuple[ForkChild, str]] = deque()  # ready to be forked, or why not
+        self._copied: deque[tuple[ForkChild, str]] = deque()  # ready to be forked, or the reason why not
         self._wake, self._waker = socket.socketpair()
 
     def run(self, inbox: SignalInbox) -> int:
@@ -151,7 +150,7 @@ class HostAgent:
             while self._ending is None:
                 try:
                     self._turn(inbox)
-                except ClusterError as error:  # of the warm parent
+                except ClusterError as error:  # from the warm parent
                     self._leave(3, str(error))
         self.reason = self._ending.reason
         return self._ending.exit_code
@@ -159,9 +158,10 @@ class HostAgent:
     # ---- the head -------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Present the certificate and learn what this host is to do.
+        """Present the certificate and receive this host's assignment.
 
-        Before the warm parent is ready: from here on the head notices when this host is lost.
+        Done before the warm parent is ready, so that from here on the head notices when this host
+        is lost.
         """
         admission = self._admission
         stream = admission.credentials.connect(
@@ -184,7 +184,7 @@ class HostAgent:
         stream.setblocking(False)
 
     def _listen(self) -> None:
-        """Say that this host can fork, and where its servers will be reached."""
+        """Report that this host can fork, and the addresses of its servers."""
         self._has_listened = True
         self._health.waits_for = ""
         ports = {server: seat.tcp.getsockname()[1] for server, seat in self._servers.items()}
@@ -295,12 +295,12 @@ class HostAgent:
             self._selector.modify(self._stream, events, self._stream)
 
     def _leave(self, exit_code: int, reason: str) -> None:
-        """End without being told to: the head learns why, where it can still be reached."""
+        """Leave without a request from the head; report the reason if the head can still be reached."""
         self._say(AgentEnds(reason[:4000]))
         self._end(exit_code, reason)
 
     def _asked(self, signum: signal.Signals) -> None:
-        """Leave the job as by `shoal leave`; asked again, at once."""
+        """Leave the job as by `shoal leave`; a second request leaves at once."""
         self.leaving_code = 128 + signum
         if self.is_leaving or not self._has_listened:
             self._leave(128 + signum, f"it was stopped by {signum.name}")
@@ -319,7 +319,7 @@ class HostAgent:
     # ---- children -------------------------------------------------------------------------------
 
     def _begin_fork(self, command: ForkChild) -> None:
-        """Fork at once; where the child may read what the run has saved and this host has not, once that is here."""
+        """Fork at once, or after the copy is complete if the child may read saved state that this host lacks."""
         copy = self._copy
         if copy is None or not _reads_saved(command):
             self._fork(command)
@@ -337,7 +337,7 @@ class HostAgent:
         threading.Thread(target=sync, name="copy of saved files", daemon=True).start()
 
     def _keep_copy(self) -> None:
-        """Copy what the head saves, as soon as it says so, and its journal now and then."""
+        """Copy new checkpoints as soon as the head announces them, and its journal at intervals."""
         assert self._copy is not None
         told = ""
         while not self._is_over:
@@ -346,7 +346,7 @@ class HostAgent:
                 self._copy.sync(self._head, self._admission.credentials, in_background=True)
                 told = ""
             except (ShoalError, OSError, EOFError) as error:
-                # Training goes on: the copy is for when the head is lost, and the next attempt may succeed.
+                # Training goes on: the copy serves a lost head, and the next attempt may succeed.
                 if str(error) != told and not self._is_over and self._ending is None:
                     say(f"the run could not be copied to {self._copy.path}: {error}; it is tried again")
                 told = str(error)
@@ -401,7 +401,7 @@ class HostAgent:
         self._say(ChildForked(child.serial, pid))
 
     def _localised(self, command: ForkChild) -> bytes:
-        """The spec with what is this host's own: environment, run directory, and the script's place."""
+        """Spec adapted to this host: environment, run directory, and the script's location."""
         environment, admission = dict(os.environb), self._admission
         if command.role == "server":
             server = roles.decode_spec(command.spec)
@@ -442,7 +442,7 @@ class HostAgent:
             return
         name = child.pipes[reader.fd]
         if not child.credit[name]:
-            self._selector.unregister(reader.fd)  # until the head has passed on what it has
+            self._selector.unregister(reader.fd)  # until the head has acknowledged earlier output
             return
         data = _read(reader.fd, child.credit[name])
         if data:
@@ -463,7 +463,7 @@ class HostAgent:
             return
         del self._children[child.serial]
         self._health.processes = {name: each for name, each in self._health.processes.items() if each != pid}
-        # Its last words first; what nobody reads is bounded by what a pipe holds.
+        # Forward remaining output first; unread output is bounded by the size of a pipe.
         if child.status is not None:
             with contextlib.suppress(OSError):
                 while packet := child.status.recv(MAX_STATUS_BYTES):
@@ -527,7 +527,7 @@ def _name(title: str) -> str:
 
 
 def _reads_saved(command: ForkChild) -> bool:
-    """Whether a process goes on from what the run has saved."""
+    """Whether a process continues from the run's saved state."""
     if command.role != "worker":
         return False
     job = worker_process.decode_spec(command.spec).job

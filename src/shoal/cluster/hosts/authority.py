@@ -1,4 +1,4 @@
-"""Certificate authority of one job: made at its launch, in the head's memory alone, gone with it.
+"""Certificate authority of one job: created at launch, in the head's memory only.
 
 Certificates name a role and its incarnation and nothing else; see `runtime/transport/tls.py`.
 """
@@ -16,10 +16,10 @@ from cryptography.x509.oid import NameOID
 from shoal.runtime.transport.tls import Credentials
 
 VALID_FOR = datetime.timedelta(days=90)
-"""From the launch. A job that runs longer is resumed once."""
+"""From the launch. A longer job has to be resumed once."""
 
 CLOCK_SKEW = datetime.timedelta(days=1)
-"""By which a host's clock may be behind and its certificate still count; the join compares clocks more strictly."""
+"""Tolerated lag of a host's clock; the join compares clocks more strictly."""
 
 _PEM = serialization.Encoding.PEM
 
@@ -61,7 +61,7 @@ class Authority:
         )
 
     def sign(self, public_key: bytes, name: str, incarnation: int = 0) -> bytes:
-        """Certificate for a key that was made elsewhere and stays there. ValueError where it is no such key."""
+        """Certificate for a key made elsewhere, which stays there. Raises ValueError for an invalid key."""
         public = serialization.load_pem_public_key(public_key)
         if not isinstance(public, ec.EllipticCurvePublicKey):
             raise ValueError("not a key on an elliptic curve")

@@ -1,8 +1,8 @@
 """Records of a job in etcd, through its JSON gateway (etcd 3.4 and later).
 
-Every write is a transaction that holds only while this process is the head. A
-member that does not answer is passed over for the next; a request that was
-lost on its way back may be sent twice, which changes nothing.
+Every write is a transaction conditional on this process being the head. A member that does not
+answer is skipped for the next; a request whose answer was lost may be sent twice, which is
+idempotent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.config.hosts import JournalConfig
 from shoal.errors import ConfigError, JournalUnreachable
 
 CA, CERTIFICATE, KEY = "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"
-"""Variables with the files for etcds://, as etcdctl has them."""
+"""Environment variables naming the files for etcds://, as etcdctl does."""
 
 USER = "ETCDCTL_USER"
 """NAME:PASSWORD, where the URL has none."""
@@ -52,7 +52,7 @@ class Etcd:
     """A client of one etcd cluster."""
 
     def __init__(self, config: JournalConfig, *, timeout_s: float) -> None:
-        """`timeout_s` is what one member has to answer."""
+        """`timeout_s` is the limit for each member's answer."""
         self.shown, self._timeout_s = config.shown, timeout_s
         self._members = list(config.members)
         self._user = (config.user, config.password) if config.user else _user_of_environment()
@@ -60,7 +60,7 @@ class Etcd:
         self._tls = _tls_context() if config.tls else None
 
     def call(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer of the first member that gives one. JournalUnreachable, with what each said."""
+        """Answer of the first member that responds; otherwise JournalUnreachable, with each member's reason."""
         tried: dict[str, str] = {}
         is_refused = False
         for _ in range(len(self._members)):
@@ -87,7 +87,8 @@ class Etcd:
         except _Refused as error:
             if error.code != _UNAUTHENTICATED or self._user is None:
                 raise
-            self._authenticate(member)  # tokens end after some minutes, and with the member that gave them
+            # Tokens expire after some minutes, and with the member that issued them.
+            self._authenticate(member)
             return self._post(member, path, request)
 
     def _authenticate(self, member: tuple[str, int]) -> None:
@@ -98,7 +99,7 @@ class Etcd:
             answer = self._post(member, "/v3/auth/authenticate", {"name": name, "password": password})
             self._token = str(answer["token"])
         except _Refused as error:
-            if error.code != _NO_AUTHENTICATION:  # else it asks nobody who he is
+            if error.code != _NO_AUTHENTICATION:  # else this etcd has authentication off
                 raise
 
     def _post(self, member: tuple[str, int], path: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -155,14 +156,14 @@ class JobJournal:
         return int(self._etcd.call("/v3/lease/grant", {"TTL": ttl_s})["ID"])
 
     def renew(self, lease: int) -> bool:
-        """False where the lease is over."""
+        """Renew the lease; False if it has expired."""
         return int(self._etcd.call("/v3/lease/keepalive", {"ID": lease}).get("TTL", 0)) > 0
 
     def revoke(self, lease: int) -> None:
         self._etcd.call("/v3/lease/revoke", {"ID": lease})
 
     def claim(self, lease: int, head: Head, record: JobRecord, *, revision: int) -> int | None:
-        """Become the head, where there is none and the record is still that of `revision`; returns the fencing token."""
+        """Become the head if there is none and the record is still at `revision`; returns the fencing token."""
         answer = self._transact(
             compare=[_compare(self._head, "CREATE", 0), _compare(self._record, "MOD", revision)],
             success=[_put(self._head, head, lease), _put(self._record, record)],
@@ -176,7 +177,7 @@ class JobJournal:
         return None
 
     def write(self, token: int, lease: int, head: Head, record: JobRecord) -> bool:
-        """False where the head with this token is no longer the head."""
+        """Write the record; False if the head with this token is no longer the head."""
         answer = self._transact(
             compare=[_compare(self._head, "CREATE", token)],
             success=[_put(self._head, head, lease), _put(self._record, record)],

@@ -1,8 +1,8 @@
-"""Files of the head for hosts without a shared file system: the script's folder (`--ship`) and what a run has saved.
+"""Files of the head for hosts without a shared file system: the script's folder (`--ship`) and the run's saved state.
 
-The head serves them read-only, to hosts of the job alone, over connections of
-their own; nothing outside of the two folders can be asked for. The journal is
-served as one whole file, which its coordinator's own two are not.
+The head serves them read-only, to hosts of the job alone, over separate connections; paths outside
+the two folders are refused. The journal is served as one complete file, unlike the coordinator's
+two.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SAVED = ("checkpoints", "best", "calls", "loop", "trained")
 """Folders of a run directory that another host copies."""
 
 APPENDED = ("metrics.jsonl", "events.jsonl")
-"""Files of it that only grow, a line at a time."""
+"""Files of it that only grow, line by line."""
 
 CONFIG = "config.json"
 
 NUM_CHECKPOINTS = 2
-"""The newest ones: the second in case that the first was damaged."""
+"""Newest checkpoints to copy: the second in case the first is damaged."""
 
 
 class FileService:
@@ -54,7 +54,7 @@ class FileService:
         """Answer one host until it hangs up."""
         stream.settimeout(IDLE_S)
         message: object = request
-        held: dict[str, bytes] = {}  # files as they were listed: they may change before they are read
+        held: dict[str, bytes] = {}  # contents as listed: files may change before they are read
         with contextlib.suppress(EOFError, OSError):
             while True:
                 match message:
@@ -95,7 +95,7 @@ class FileService:
             raise WireError(f"{path!r} is not for other hosts")
         found = Path(os.path.realpath(root / path))
         if not found.is_relative_to(os.path.realpath(root)) or not found.is_file():
-            return b""  # gone since it was listed, or never was
+            return b""  # deleted since it was listed, or never there
         with open(found, "rb") as file:
             file.seek(offset)
             return file.read(CHUNK_BYTES)
@@ -125,7 +125,7 @@ class HeadFiles:
             yield cls(stream, is_shipped=is_shipped, pause=pause)
 
     def interrupt(self) -> None:
-        """End what another thread reads or waits for."""
+        """Interrupt another thread's read or wait."""
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
 
@@ -141,7 +141,7 @@ class HeadFiles:
         return listed.files
 
     def read(self, path: str, offset: int) -> bytes:
-        """The next piece; empty at the file's end, and where it is gone."""
+        """Next piece; empty at the file's end, and if the file is gone."""
         began = time.monotonic()
         send_message(self._stream, ReadFile(self._is_shipped, path, offset))
         answer = read_message(self._stream)[0]
@@ -152,7 +152,7 @@ class HeadFiles:
         return answer.data
 
     def fetch(self, entry: FileEntry, target: Path) -> str | None:
-        """Write a file as it was listed, and sync it; returns its SHA-256, None where it is gone or has shrunk."""
+        """Write a file as it was listed, and sync it; returns its SHA-256, or None if it is gone or has shrunk."""
         digest, num_bytes = hashlib.sha256(), 0
         with open(target, "wb") as file:
             while num_bytes < entry.nbytes:

@@ -1,9 +1,8 @@
-"""Headship of a job over several hosts: claimed in etcd, renewed by a thread, given back at the end.
+"""Headship of a job over several hosts: claimed in etcd, renewed by a thread, released at the end.
 
-The supervisor asks `check` in every turn, and ends when another host may have
-taken over. While it hangs, the lease is not renewed, and once that is over the
-process is ended. `seek` is the other side: a host that lost its head joins the next
-one, or becomes it.
+The supervisor calls `check` in every turn, and ends when another host may have taken over. While
+the supervisor hangs, the lease is not renewed; when the lease has expired the process is killed.
+`seek` is the other side: a host that lost its head joins the next one, or becomes it.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from shoal.config.liveness import LivenessConfig
 from shoal.errors import ConfigError, HeadFenced, JournalUnreachable
 
 RENEWALS_PER_LEASE = 8
-"""Also how often a member may be tried in vain within one lease."""
+"""Also the number of failed attempts at a member within one lease."""
 
 HUNG_AFTER_RENEWALS = 2
-"""Time without a turn of the supervisor after which the lease is not renewed."""
+"""Renewal intervals without a turn of the supervisor after which the lease is no longer renewed."""
 
 STDERR = 2
 
 
 def _now() -> float:
-    """Clock of leases: unlike `time.monotonic`, it goes on while this machine is suspended."""
+    """Clock of leases: unlike `time.monotonic`, it includes time suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -66,7 +65,7 @@ class Headship:
         kept: HeadLease,
         lease_s: float,
     ) -> None:
-        """`token` is what writes are fenced by."""
+        """`token` is the fencing token of writes."""
         self._journal, self._lease, self._token, self._kept = journal, lease, token, kept
         self._renew_every_s = lease_s / RENEWALS_PER_LEASE
         self._head, self._record = head, record
@@ -112,7 +111,7 @@ class Headship:
         self._changed.set()
 
     def wait_until_written(self) -> None:
-        """Wait until etcd has what was told so far. HeadFenced where that does not come to be."""
+        """Wait until etcd has all records so far; HeadFenced if it cannot."""
         wanted = (self._head, self._record)
         while self._written != wanted:
             self._refuse_fenced()
@@ -132,7 +131,7 @@ class Headship:
         self._checked_at = _now()
 
     def rest(self) -> None:
-        """No supervisor is at work, and none of its turns is missed: until the next `check`."""
+        """Stop monitoring the supervisor's turns until the next `check`: none is running."""
         self._checked_at = None
 
     def _refuse_fenced(self) -> None:
@@ -149,14 +148,14 @@ class Headship:
         )
 
     def _hung(self) -> str:
-        """Since when the supervisor hangs, in words; empty while it does not."""
+        """Description of a hanging supervisor with its duration; empty while it runs."""
         checked_at = self._checked_at
         hung_s = _now() - checked_at if checked_at is not None else 0.0
         is_hung = hung_s > HUNG_AFTER_RENEWALS * self._renew_every_s
         return f"the supervisor has hung for {hung_s:.1f} s" if is_hung else ""
 
     def news(self) -> str:
-        """To be said to the user: etcd has fallen silent, or answers again."""
+        """Messages for the user: etcd became unreachable, or answers again."""
         now = _now()
         is_silent = self._kept.silent_s(now) > 3 * self._renew_every_s and bool(self._problem)
         if is_silent == self._is_told or self._kept.fenced(now):
@@ -170,10 +169,10 @@ class Headship:
         )
 
     def close(self, exit_code: int | None) -> None:
-        """Give the headship back.
+        """Release the headship.
 
-        The job has ended with this code, and its record goes with it where there is nothing to resume; None: it was not
-        begun here, and another host may take over.
+        The job has ended with this code, and its record is removed if nothing can be resumed; None:
+        it was not begun here, and another host may take over.
         """
         was_head = not self.is_fenced
         self._is_over = True
@@ -215,9 +214,9 @@ class Headship:
             self._problem = error.told
 
     def _end_hung(self) -> None:
-        """End this process, and its children with it, where the supervisor does not do so once it is fenced.
+        """Kill this process, and its children with it, if a fenced supervisor does not exit.
 
-        A thread of its own: the one that renews may be waiting for etcd.
+        Runs in its own thread: the renewing one may be waiting for etcd.
         """
         fenced_at: float | None = None
         while not self._is_over and not self._has_raised:
@@ -228,7 +227,7 @@ class Headship:
             if is_late and self._checked_at is not None and not self._is_over and not self._has_raised:
                 said = f"{self._fenced(why)}\n".encode()
                 with contextlib.suppress(OSError, ValueError):
-                    if select.select([], [STDERR], [], 0)[1]:  # it may be what the supervisor waits for
+                    if select.select([], [STDERR], [], 0)[1]:  # the supervisor may be blocked on stderr
                         os.write(STDERR, said)
                 os._exit(HeadFenced.exit_code)
 
@@ -258,12 +257,12 @@ def open_journal(config: JournalConfig, liveness: LivenessConfig) -> Etcd:
 
 
 def job_id(launches: Sequence[float]) -> str:
-    """Name of a run in etcd: when it was first launched. Runs of one name are told apart by it, and a copy has it."""
+    """Name of a run in etcd: its first launch time, which tells runs of one name apart and survives copying."""
     return datetime.fromtimestamp(launches[0], UTC).strftime("%Y%m%dT%H%M%S.%f")
 
 
 def become_head(etcd: Etcd, *, job: str, launches: Sequence[float], lease_s: float) -> Headship:
-    """Headship of a job that starts or is resumed here. ConfigError where it runs, or went on, elsewhere.
+    """Headship of a job that starts or is resumed here. ConfigError if it runs, or continued, elsewhere.
 
     `launches` are those of the run directory.
     """

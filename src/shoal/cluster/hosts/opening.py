@@ -1,4 +1,4 @@
-"""Both ends of a job on several hosts, opened: the head's door, and the agent behind `shoal join`."""
+"""Set-up of a job on several hosts: the head's door, and the agent behind `shoal join`."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from shoal.runtime.health import Health
 from shoal.runtime.transport import interfaces, tls
 
 JOIN_TRY_S = 2.0
-"""From a look into etcd to the next, where the head that is there does not answer."""
+"""Time between two reads of etcd while the recorded head does not answer."""
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of a job that was asked to leave, as by the eviction of its coordinator: it may go on later."""
+"""Exit codes of a job that was asked to leave, for example when its coordinator is evicted: it may continue later."""
 
 LOCK_S = 45.0
-"""How long a former head may hold the run directory on a shared file system. Other hosts look for a head for 60 s."""
+"""Time that a former head may still hold the run directory on a shared file system. Other hosts seek a head for 60 s."""
 
 
 class SshStart:
@@ -72,7 +72,7 @@ class SshStart:
             self._process.stdin.close()
 
     def problem(self) -> str | None:
-        """Why it ended, where it did before its host joined."""
+        """Reason why it ended before its host joined."""
         if self._process.poll() is None:
             return None
         assert self._process.stderr is not None
@@ -92,16 +92,16 @@ class SshStart:
 
 
 class Listening(NamedTuple):
-    """The head's socket and key, before there is a run: what is wrong with them leaves nothing behind."""
+    """The head's socket and key, opened before the run directory: an error in them leaves nothing behind."""
 
     listener: socket.socket
     key: str
     is_made: bool
-    """The key was made here, and nobody else knows it yet."""
+    """The key was generated here, so only this process knows it."""
 
 
 def listen(config: HostsConfig, *, script: str, successor: Successor | None = None) -> Listening:
-    """Listen for the hosts of a job, which are told to wait until it is opened; ConfigError where that cannot be."""
+    """Listen for the hosts of a job, which wait until the door opens; ConfigError if this is impossible."""
     refuse_address(config)
     key = successor.key if successor is not None else joining.read_key(config.key_file)
     is_made = key is None
@@ -130,7 +130,7 @@ def open_cluster(
     num_workers: int = 0,
     num_servers: int = 0,
 ) -> Cluster:
-    """Admit the hosts, and say how they join."""
+    """Admit the hosts, and print how they join."""
     listener, key, is_made = listening
     hosts_join = bool(config.on) and registry.ENGINES[registry.parse(config.on)[0]].hosts_join
     files = FileService(run.path, Path(script).parent if config.ship else None)
@@ -219,13 +219,13 @@ def _awaited_services(config: HostsConfig, where: str) -> str:
 
 
 def refuse_address(config: HostsConfig) -> None:
-    """Refuse addresses that cannot be meant."""
+    """Refuse addresses that other hosts cannot use."""
     for number, name in enumerate(config.names):
         found = joining.resolved(name)
         is_loopback = bool(found) and all(
             ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found
         )
-        # Many machines know themselves by a loopback address; the head listens at --bind all the same.
+        # Many machines resolve their own name to a loopback address; the head listens at --bind anyway.
         if number == HEAD and not is_loopback and not joining.resolved(config.bind) & found:
             raise ConfigError(
                 f"{name}, the first of the hosts, is not this machine ({config.bind}), which takes part as host 0. "
@@ -277,10 +277,11 @@ def join(
     role: str = "",
     health: Health | None = None,
 ) -> tuple[int, ShoalError | None]:
-    """`shoal join`: be a host of a job until it is over, also as its next head; returns the job's exit code.
+    """`shoal join`: serve as a host of a job until it is over, also as its next head; returns the job's exit code.
 
-    `interface` are names of network interfaces, the first of which leads to the head; `cores` are those it may use. `role` makes it a
-    service, which outlives its coordinator: it joins again. The error is that of a job that this host has taken over.
+    `interface` names network interfaces, the first of which leads to the head; `cores` are those it
+    may use. `role` makes it a service, which outlives its coordinator: it joins again. An error is
+    that of a job that this host has taken over.
     """
     health = health or Health(role or "host")
     tls.split_address(address)
@@ -307,15 +308,16 @@ def join(
                 _tell_copy(run, admission)
                 return code, None
             case (address, admission):
-                pass  # the next head
+                pass  # go on to the next head
 
 
 def _serve(
     address: str, admission: Admission, run_dir: Path, role: str, health: Health
 ) -> tuple[int, Path | None, bool]:
-    """Be a host of the head at this address.
+    """Serve as a host of the head at this address.
 
-    Returns its exit code, the run directory where another head is to be found, and whether the same one may come back.
+    Returns its exit code, the run directory if another head must be found, and whether the same
+    head may come back.
     """
     facts = admission.facts
     setproctitle(f"shoal {f'{role} service, ' if role else ''}host-{admission.number} [{facts.job}]")
@@ -333,7 +335,7 @@ def _serve(
                 )
             stack.callback(copy.close)
             here = copy.path
-            shutil.rmtree(here / scratch.NAME, ignore_errors=True)  # of an agent that was killed
+            shutil.rmtree(here / scratch.NAME, ignore_errors=True)  # left by an agent that was killed
             stack.callback(shutil.rmtree, here / scratch.NAME, ignore_errors=True)
         script, folder = facts.script, None
         if facts.is_shipped:
@@ -352,7 +354,7 @@ def _serve(
         except (OSError, EOFError, WireError) as error:
             if not admission.journal:
                 raise
-            # The head was lost before it said what this host is to do.
+            # The head was lost before it sent an assignment.
             code, host.is_head_lost, host.reason = 3, True, f"the head could not be reached ({error})"
     if host.is_head_lost and admission.journal and not host.is_leaving:
         shown = parse_journal(admission.journal).shown
@@ -364,14 +366,15 @@ def _serve(
     if host.is_head_lost and copy is not None:
         _tell_copy(copy.path, admission)
     if role and host.leaving_code:
-        # 0 is for a job that is over: whoever supervises this service starts it again, or another in its place.
+        # 0 means that the job is over: whatever supervises this service restarts it, or another in its
+        # place.
         return host.leaving_code, None, False
     return code, None, host.is_head_lost or code in STOPPED
 
 
 @contextlib.contextmanager
 def _disk_problems(admission: Admission, folder: Path) -> Iterator[None]:
-    """What the disk of this host does not take is said in one paragraph; whatever else goes wrong passes."""
+    """Turn disk errors of this host into one paragraph; other errors pass through."""
     try:
         yield
     except OSError as error:
@@ -405,7 +408,7 @@ class _Joiner:
         cores: int | None,
         role: str = "",
     ) -> None:
-        """`named` are addresses by the names of the interfaces that were asked for."""
+        """`named` are addresses by the names of the requested interfaces."""
         self.key = key
         self._run_dir, self._named, self._advertise, self._cores = run_dir, named, advertise, cores
         self._role = role
@@ -429,14 +432,14 @@ class _Joiner:
         )
 
     def seek(self, lost: Admission, run: Path) -> Headship | GiveUp | tuple[str, Admission]:
-        """The next head and what it says, or the headship, where it is this host's."""
+        """Next head and its answer, or the headship if this host obtained it."""
         joined: list[tuple[str, Admission]] = []
 
         def try_join(head: Head) -> bool:
             try:
                 joined.append((head.address, self.admitted(head.address, timeout_s=JOIN_TRY_S)))
             except ConfigError as error:
-                if head.generation > 1 and str(error) != self._told:  # the one that was lost need not answer
+                if head.generation > 1 and str(error) != self._told:  # a lost head need not answer
                     self._told = str(error)
                     agent.say(str(error))
                 return False
@@ -457,7 +460,7 @@ class _Joiner:
 
 
 def _take_over(admission: Admission, successor: Successor, run: Path) -> tuple[int, ShoalError | None]:
-    """Go on with the run on this host, as its head."""
+    """Continue the run on this host, as its head."""
     facts, won = admission.facts, successor.headship
     step = newest_step(run)
     start = (
@@ -473,9 +476,8 @@ def _take_over(admission: Admission, successor: Successor, run: Path) -> tuple[i
     try:
         deadline = time.monotonic() + LOCK_S
         while is_alive(run) and time.monotonic() < deadline:
-            time.sleep(
-                0.1
-            )  # on a shared file system the former head lets go of it when it has ended its processes
+            # On a shared file system the former head releases the directory once it has ended its processes.
+            time.sleep(0.1)
         config = api.takeover_config(
             run,
             bind=admission.own_address,

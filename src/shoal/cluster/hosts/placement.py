@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 def place(
     rank: int, homes: Sequence[int], rooms: Mapping[int, int], *, may_crowd: bool = False
 ) -> int | None:
-    """Host for a worker: its home, else the one with the most room; None where none that is left has any.
+    """Host for a worker: its home, else the host with most free capacity; None if there is none.
 
-    `homes` is the home of each rank, `rooms` the number of workers that each
-    host at work could take beside those it has; `may_crowd`: and more.
+    `homes` is the home of each rank, `rooms` the number of further workers each present host could
+    take; `may_crowd` allows more than that.
     """
     if homes[rank] in rooms:
         return homes[rank]
@@ -22,7 +22,7 @@ def place(
 def place_server(home: int, here: Sequence[int], taken: Sequence[int], num_hosts: int) -> int:
     """Host for a server: its home, else the one with the fewest servers, so that copies of a slot stay apart.
 
-    `here` are the hosts at work, `taken` those of the servers that live.
+    `here` are the present hosts, `taken` those of the living servers.
     """
     if home in here:
         return home
@@ -30,7 +30,7 @@ def place_server(home: int, here: Sequence[int], taken: Sequence[int], num_hosts
 
 
 def spread(num_workers: int, cores: Mapping[int, int], num_hosts: int) -> tuple[int, ...]:
-    """Workers of each host: in proportion to the cores of those that are there, and none on the others."""
+    """Workers of each host: in proportion to the cores of the present hosts, none on the others."""
     counts = [0] * num_hosts
     for _ in range(num_workers):
         counts[min(cores, key=lambda host: ((counts[host] + 1) / max(cores[host], 1), host))] += 1
@@ -38,7 +38,9 @@ def spread(num_workers: int, cores: Mapping[int, int], num_hosts: int) -> tuple[
 
 
 def describe(placed: Mapping[int, int | None], *, is_service: bool = False) -> str:
-    """Where ranks start again, as a sentence: "rank 2 starts again on host 0"; None is no host. `is_service`: ranks have one each."""
+    """Sentence that tells where ranks restart: "rank 2 starts again on host 0"; None is no host.
+    `is_service`: one host per rank.
+    """
     sentences = []
     for host in sorted({host for host in placed.values() if host is not None}):
         ranks = sorted(rank for rank, each in placed.items() if each == host)

@@ -1,9 +1,8 @@
-"""Remote host as the supervisor sees it: a warm parent that happens to be on another machine.
+"""Remote host as the supervisor sees it: a warm parent on another machine.
 
-Forks, signals and exits go through the host's agent. A child's pipes and status
-socket are the supervisor's own, as for a child on this machine: what the agent
-forwards is written into them here. A host that falls silent is lost: all its
-children count as killed, and nothing it says later is heard.
+Forks, signals and exits go through the host's agent. A child's pipes and status socket are the
+supervisor's own, as for a local child: forwarded output is written into them here. A host that
+falls silent is lost: all its children count as killed, and its later messages are ignored.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ from shoal.runtime.transport.tls import TlsStream
 OUTPUTS = ("stdout", "stderr", "live_stdout", "live_stderr")
 
 MAX_UNSENT_BYTES = 64 << 20
-"""An agent that reads nothing for so long is as good as gone."""
+"""An agent that leaves this much unread counts as lost."""
 
 LAST_OUTPUT_BYTES = 1 << 20
-"""Of a pipe of a lost host's child, for what has arrived: more than an agent may send before it is passed on."""
+"""Pipe capacity for output of a lost host's child: more than an agent may send unacknowledged."""
 
 STATUS_BYTES = 16 << 20
-"""The same for status packets, which are not counted by the agent: the supervisor reads them in every turn."""
+"""The same for status packets, which the agent does not count: the supervisor reads them in every turn."""
 
 READS_PER_TURN = 64
-"""Of one agent's stream, so that one that never falls silent does not keep the supervisor from the others."""
+"""Reads per turn from one agent, so that a busy one does not starve the others."""
 
 _ADDRESS = re.compile(r"[0-9A-Za-z:][0-9A-Za-z.:%_-]{0,252}")
 
@@ -70,8 +69,8 @@ class _RemoteChild:
     fds: dict[str, int]  # name -> our copy of the descriptor that a local child would have
     unwritten: dict[str, deque[bytes]] = field(default_factory=dict)
     unwritten_bytes: dict[str, int] = field(default_factory=dict)
-    tell_pid: Callable[[int | None], None] | None = None  # until it was told
-    ended: int | None = None  # its exit code, once all its output is passed on
+    tell_pid: Callable[[int | None], None] | None = None  # until it was called
+    ended: int | None = None  # exit code, once all output is forwarded
 
 
 class RemoteHost:
@@ -90,9 +89,9 @@ class RemoteHost:
     ) -> None:
         self.number, self.incarnation, self.address = number, incarnation, address
         self.ports: dict[int, int] | None = None  # of its servers, once it listens
-        self.lost = ""  # why, once it is
+        self.lost = ""  # reason, once it is lost
         self.leaves = 0  # the signal by which its agent was asked to leave
-        self._ending = ""  # why it was told to end
+        self._ending = ""  # reason why it was told to end
         self.stopped: frozenset[int] = frozenset()
         self._stream, self._liveness, self._selector = stream, liveness, selector
         self._servers = sorted(servers)
@@ -108,7 +107,7 @@ class RemoteHost:
 
     @property
     def is_ready(self) -> bool:
-        """Has its agent said where it listens?"""
+        """Whether its agent has reported where it listens."""
         return self.ports is not None and not self.lost
 
     @property
@@ -131,7 +130,7 @@ class RemoteHost:
         fds: Mapping[str, int],
         server: int = -1,
     ) -> int:
-        """Have a child forked there; returns its number, at once. It gets what is said about `fds` in `OUTPUTS`."""
+        """Fork a child on that host; returns its number at once. `fds` are connected as described at `OUTPUTS`."""
         serial = next(_serials)
         ours = {name: os.dup(fd) for name, fd in fds.items() if name in OUTPUTS or name == "status"}
         for fd in ours.values():
@@ -146,14 +145,14 @@ class RemoteHost:
             self._say(SignalChild(pid, signum))
 
     def exits(self) -> list[ChildExited]:
-        """Deaths since the last look, in order."""
+        """Deaths since the last call, in order."""
         self._flush_outputs()
         exited = list(self._exits)
         self._exits.clear()
         return exited
 
     def tick(self) -> float:
-        """Send the heartbeat that is due, give up a silent host; returns the seconds until the next call."""
+        """Send the heartbeat when due, give up a silent host; returns the seconds until the next call."""
         now = time.monotonic()
         if self.lost:
             return 3600.0
@@ -169,14 +168,14 @@ class RemoteHost:
         return max(0.0, due - now)
 
     def attend(self, mask: int) -> None:
-        """Handle what the selector says can be done."""
+        """Handle the selector's events for this connection."""
         if mask & selectors.EVENT_WRITE:
             self._flush()
         if self.lost or not mask & selectors.EVENT_READ:
             return
         try:
             num_reads = 0
-            # Of what is decrypted already no selector tells.
+            # The selector does not report bytes that TLS has already decrypted.
             while not self.lost and (num_reads < READS_PER_TURN or self._stream.pending()):
                 num_reads += 1
                 data = self._stream.recv(256 << 10)
@@ -193,7 +192,7 @@ class RemoteHost:
             self.lose(f"the connection to its agent broke ({error})")
 
     def lose(self, reason: str) -> None:
-        """Give the host up: its children count as killed. What has arrived of their output is passed on."""
+        """Give the host up: its children count as killed. Output that has arrived is forwarded."""
         if self.lost:
             return
         self.lost = reason
@@ -212,7 +211,7 @@ class RemoteHost:
             self.lost += f"; {num_dropped:,} bytes of output that nobody read in time are not in the logs"
 
     def when_forked(self, serial: int, tell: Callable[[int | None], None]) -> None:
-        """Call with the pid that a child has there, once it is known; None where it came to nothing."""
+        """Call with the pid of a child on its host, once known; None if the fork failed."""
         if serial in self._children:
             self._children[serial].tell_pid = tell
 
@@ -221,7 +220,7 @@ class RemoteHost:
         self._say(RunSaved())
 
     def end(self, exit_code: int, reason: str) -> None:
-        """Tell the agent that the job is over. It hangs up when no process of the job is left there."""
+        """Tell the agent that the job is over. It hangs up when none of the job's processes is left there."""
         self._ending = reason
         self._say(EndAgent(exit_code, reason[:4000]))
 
@@ -261,7 +260,7 @@ class RemoteHost:
         self._flush_outputs()
 
     def _listens(self, address: str, ports: Mapping[int, int]) -> None:
-        """What it says is part of addresses that other hosts connect to, and every server has to be in it."""
+        """Validate the reported ports: they become part of addresses, and every server must be among them."""
         if self.ports is not None:
             raise WireError("an agent said twice where it listens")
         if not _ADDRESS.fullmatch(address):
@@ -280,7 +279,7 @@ class RemoteHost:
         child.unwritten.setdefault(name, deque()).append(data)
 
     def _flush_outputs(self) -> None:
-        """Write what the supervisor's own pipes take; a child is gone when all it said has been passed on."""
+        """Write as much as the supervisor's own pipes take; a child counts as gone once all its output is forwarded."""
         for child in list(self._children.values()):
             for name, waiting in child.unwritten.items():
                 while waiting:
@@ -288,7 +287,7 @@ class RemoteHost:
                         count = os.write(child.fds[name], waiting[0])
                     except BlockingIOError:
                         break
-                    except OSError:  # nobody reads it any more
+                    except OSError:  # the reader is gone
                         count = len(waiting[0])
                     child.unwritten_bytes[name] -= len(waiting[0]) if name == "status" else count
                     if name == "status" or count == len(waiting[0]):
@@ -347,7 +346,7 @@ def _tell_pid(child: _RemoteChild, pid: int | None) -> None:
 
 
 def _enlarge(child: _RemoteChild) -> None:
-    """Make room for all that has arrived, in pipes that will not be read before the child is reaped."""
+    """Enlarge pipes that are not read before the child is reaped, so that all received output fits."""
     for name, waiting in child.unwritten.items():
         if waiting and name != "status":
             with contextlib.suppress(OSError):  # more than this user may have

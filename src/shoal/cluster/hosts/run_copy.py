@@ -1,14 +1,13 @@
 """Copy of the head's run directory on a host that does not share its file system.
 
-Kept up to date in the background while the job runs, so that the run can go on
-from here when the head is lost: config.json, the journal, metrics and events,
-and the newest checkpoints. A file is the old or the new one, whole, whenever
-this host is killed; so is a checkpoint, which is renamed into place once every
-file of it has the hash that its manifest names.
+Kept up to date in the background while the job runs, so that the run can continue here when the
+head is lost: config.json, the journal, metrics and events, and the newest checkpoints. Files are
+replaced atomically, so a kill leaves the old or the new one; a checkpoint is renamed into place
+once every file of it has the hash in its manifest.
 
-A directory is a copy of a run where its journal begins with the same launch.
-One whose newest launch the head does not know is another continuation of the
-run: `history` and `refuse_fork` find that before the host is admitted.
+A directory is a copy of a run if its journal begins with the same launch. One whose newest launch
+the head does not know is another continuation of the run: `history` and `refuse_fork` detect that
+before the host is admitted.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ MANIFEST = "manifest.json"
 """Of a checkpoint: the files beside it, with their hashes."""
 
 OVERLAP_BYTES = 4096
-"""Of a file that grows: so much of its end is compared with the head's before more is appended."""
+"""Bytes at the end of a growing file that are compared with the head's before more is appended."""
 
 END_S = 1.0
-"""How long the end of an agent waits for a copy that is being made."""
+"""Time that an ending agent waits for a copy in progress."""
 
 MAX_PAUSE_S = 0.25
-"""Between two pieces of a copy in the background, which takes at most half of the link."""
+"""Longest pause between two pieces of a background copy, which takes at most half of the link."""
 
 _STEP = re.compile(r"step-(\d+)")
 _TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 
 class RunCopy:
-    """One host's copy, locked: nobody goes on with the run from it while the job is alive."""
+    """One host's copy, locked, so that nothing continues the run from it while the job is alive."""
 
     def __init__(self, held: RunDirectory, localise: Callable[[bytes], bytes]) -> None:
-        """`localise` gives config.json the paths of this host."""
+        """`localise` rewrites the paths in config.json for this host."""
         self.path = held.path
         self._held, self._localise = held, localise
         self._lock = threading.Lock()
@@ -62,7 +61,7 @@ class RunCopy:
         self._is_closed = threading.Event()
         self._files: HeadFiles | None = None
         for folder in (self.path, self.path / "checkpoints"):
-            for leftover in folder.glob(".*.tmp-*"):  # of an agent that was killed
+            for leftover in folder.glob(".*.tmp-*"):  # left by an agent that was killed
                 if _TEMPORARY.fullmatch(leftover.name):
                     shutil.rmtree(leftover, ignore_errors=True)
 
@@ -70,7 +69,7 @@ class RunCopy:
     def claim(
         cls, base: Path, name: str, launches: Sequence[float], localise: Callable[[bytes], bytes]
     ) -> RunCopy:
-        """A directory for the copy: `base/name`, or with a number where another run or host has that one."""
+        """Claim a directory for the copy: `base/name`, or with a number if another run or host has that one."""
         base.mkdir(parents=True, exist_ok=True)
         for path in (base / f"{name}{suffix}" for suffix in ("", *(f"-copy-{k}" for k in range(1, 1000)))):
             path.mkdir(exist_ok=True, mode=0o700)
@@ -88,11 +87,11 @@ class RunCopy:
         raise RunDirectoryError(f"{base} has no room for a copy of the run {name}.", path=str(base))
 
     def sync(self, head: str, credentials: Credentials, *, in_background: bool) -> None:
-        """Copy what the head has saved and this host has not."""
+        """Copy everything the head has saved and this host lacks."""
         pause = self._pause if in_background else None
         with self._lock, HeadFiles.opened(head, credentials, is_shipped=False, pause=pause) as files:
             self._files = files
-            if self._is_closed.is_set():  # first the one, then the other: `close` does it the other way round
+            if self._is_closed.is_set():  # in this order: `close` does it the other way round
                 return
             entries = files.listed()
             wholes = {
@@ -104,7 +103,7 @@ class RunCopy:
             for entry in entries:
                 place = PurePosixPath(entry.path)
                 if place.parent in wholes or place.parts[0] == "checkpoints":
-                    continue  # below; or not finished yet
+                    continue  # handled below, or not finished yet
                 if entry.path in APPENDED:
                     self._append(files, entry)
                 else:
@@ -116,7 +115,9 @@ class RunCopy:
             self._prune(wholes.keys())
 
     def close(self) -> None:
-        """Let go of the directory. A copy under way is cut short: the head may be silent, and the run may go on from here."""
+        """Release the directory. A copy in progress is cut short: the head may be silent, and the run
+        may continue from here.
+        """
         self._is_closed.set()
         if self._files is not None:
             self._files.interrupt()
@@ -131,7 +132,7 @@ class RunCopy:
             raise InterruptedError("the agent ends")
 
     def _align(self, wholes: dict[PurePosixPath, FileEntry]) -> None:
-        """Move checkpoints aside that are newer than the head's, once: the run went on from an older one elsewhere."""
+        """Move checkpoints aside, once, that are newer than the head's: the run continued from an older one elsewhere."""
         if self._is_aligned:
             return
         newest = max((_step(folder.name) for folder in wholes), default=-1)
@@ -155,7 +156,7 @@ class RunCopy:
                 return
             data = files.read(entry.path, start)
             if not data.startswith(known):
-                file.truncate(0)  # it was begun anew
+                file.truncate(0)  # the file was restarted
                 size = start = 0
                 known, data = b"", files.read(entry.path, 0)
             while lines := data[len(known) : data.rfind(b"\n") + 1]:
@@ -169,14 +170,14 @@ class RunCopy:
             if self._hashes.get(entry.path) == entry.sha256:
                 return
         elif _is_same(entry, target) or (entry.path.startswith("loop/") and _is_newer(target, entry)):
-            return  # state of a rank's own loop is written where the rank is
+            return  # a rank writes the state of its own loop locally
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_name(target)
         try:
             if files.fetch(entry, temporary) is None:
                 return
             if entry.path == journal.FILE_NAME:
-                # The log of the file that was here would be read as this one's.
+                # The log of the previous file would be read as this one's.
                 target.with_name(f"{target.name}-wal").unlink(missing_ok=True)
             if entry.path == CONFIG:
                 write_atomically(target, self._localise(temporary.read_bytes()))
@@ -197,7 +198,7 @@ class RunCopy:
                 if (name := PurePosixPath(entry.path).name)
             }
             if hashes[MANIFEST] is None or not _is_whole(temporary / MANIFEST, hashes):
-                return  # removed or replaced while it was read: the next look finds what there is
+                return  # removed or replaced while it was read: the next sync finds the new state
             _sync_directory(temporary)
             replace_directory(temporary, target)
             _sync_directory(target.parent)
@@ -227,7 +228,7 @@ def has_checkpoint(run: Path) -> bool:
 
 
 def history(base: Path, name: str, launches: Sequence[float]) -> tuple[list[float], str]:
-    """Launches of the run by a directory of it on this host; and its path, where a supervisor is at work with it."""
+    """Launches of the run recorded in a directory on this host; and its path, if a supervisor is using it."""
     path = base / name
     known = journal_reader.launch_times(path)
     if not known or known[:1] != list(launches[:1]):
@@ -236,7 +237,7 @@ def history(base: Path, name: str, launches: Sequence[float]) -> tuple[list[floa
 
 
 def refuse_fork(hostname: str, theirs: Sequence[float], alive: str, ours: Sequence[float]) -> None:
-    """Refuse a host on which the run went on without this head."""
+    """Refuse a host on which the run continued without this head."""
     if alive:
         raise HostNotAdmitted(
             f"{hostname} is at work with this run itself: the supervisor of {alive} holds its lock. Two continuations of one run "

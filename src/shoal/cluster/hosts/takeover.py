@@ -1,9 +1,8 @@
 """Takeover of the head: a lease that fences the old one, and the campaign of the hosts that lost it.
 
-Pure: no clock, no socket, no thread. `headship.py` keeps the lease in etcd and
-reads from there what is decided upon here. Of a job etcd has two records: the
-head, which vanishes with its lease, and the job, which only the head of the
-newest generation can write.
+Pure: no clock, no socket, no thread. `headship.py` keeps the lease in etcd and reads its records.
+etcd has two records of a job: the head, which vanishes with its lease, and the job, which only the
+head of the newest generation can write.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from dataclasses import dataclass
 import msgspec
 
 FENCED_AT = 0.75
-"""Part of the lease after which a head that could not renew it ends its processes: all are gone when another may begin."""
+"""Fraction of the lease after which a head that could not renew it ends its processes, so that all are
+gone before another head begins.
+"""
 
 LOOK_EVERY_S = 0.5
 
@@ -36,13 +37,13 @@ class JobRecord(msgspec.Struct, frozen=True):
 
     generation: int
     launches: list[float]
-    """When each launch of the run began: only a copy that has all of them may go on."""
+    """Start time of each launch of the run: only a copy that has all of them may continue."""
 
     step: int = 0
-    """Of the newest checkpoint that was written."""
+    """Step of the newest complete checkpoint."""
 
     is_ended: bool = False
-    """Nobody takes over a job that has ended, or was ended by its user."""
+    """The job has ended, or its user ended it: nobody takes it over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,9 @@ class Seen:
 
 
 class HeadLease:
-    """Lease as its holder has to see it: it may be over in etcd before an answer says so.
+    """Lease from its holder's side: it may expire in etcd before an answer says so.
 
-    Counted from when a renewal was sent. etcd counts from later, when it arrived.
+    Counted from the sending of a renewal; etcd counts from its later arrival.
     """
 
     def __init__(self, lease_s: float, *, sent_at: float) -> None:
@@ -69,7 +70,7 @@ class HeadLease:
         self._sent_at = max(self._sent_at, sent_at)
 
     def refused(self, why: str) -> None:
-        """The lease is over, or a write was refused: another head may be at work."""
+        """The lease has expired, or a write was refused: another head may be at work."""
         self._refused = self._refused or why
 
     def silent_s(self, now: float) -> float:
@@ -79,7 +80,7 @@ class HeadLease:
         return self._sent_at + self._fenced_after_s - now
 
     def fenced(self, now: float) -> str:
-        """Why its holder is no longer the head; empty while it is."""
+        """Reason why its holder is no longer the head; empty while it is."""
         if self._refused:
             return self._refused
         return "" if self.left_s(now) > 0 else f"its lease was not renewed for {self.silent_s(now):.1f} s"
@@ -95,21 +96,21 @@ class ClaimHead:
 
 @dataclass(frozen=True, slots=True)
 class JoinHead:
-    """Join this head, which may be the one that was lost from here alone."""
+    """Join this head; it may be the old one, if only this host lost it."""
 
     head: Head
 
 
 @dataclass(frozen=True, slots=True)
 class LookAgain:
-    """Nothing to be done yet, and why."""
+    """Wait and look again, with the reason."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Nothing will be done here, and why."""
+    """Give up on this host, with the reason."""
 
     why: str
 
@@ -125,14 +126,14 @@ class Campaign:
     ) -> None:
         """`launches` and `step` are those of the copy of the run on this host.
 
-        One whose newest checkpoint is older than the run's lets others go first, for `patience_s`.
+        A host whose newest checkpoint is older than the run's yields to others for `patience_s`.
         """
         self._launches, self._step = list(launches), step
         self._began_at, self._patience_s, self._timeout_s = began_at, patience_s, timeout_s
-        self._free_since: float | None = None  # since when there is no head
+        self._free_since: float | None = None  # start of the time without a head
 
     def decide(self, seen: Seen | None, now: float) -> CampaignAction:
-        """What to do next; `seen` is None where etcd does not answer."""
+        """Next decision; `seen` is None if etcd does not answer."""
         action = self._wish(seen, now)
         if now < self._began_at + self._timeout_s:
             return action
@@ -168,5 +169,5 @@ class Campaign:
 
 
 def knows_all(launches: Sequence[float], record: JobRecord) -> bool:
-    """Whether a copy with these launches has all that the run had."""
+    """Whether a copy with these launches has every launch of the run."""
     return list(launches[: len(record.launches)]) == record.launches

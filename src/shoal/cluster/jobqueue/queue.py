@@ -48,7 +48,7 @@ class JobState(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    REFUSED = "refused"  # the pool of the runner has not as much as it asks for
+    REFUSED = "refused"  # it asks for more than the runner's pool has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class QueueEntry:
     memory: int
     hosts: int
     words: list[str]
-    """Given to `shoal run`."""
+    """Arguments of `shoal run`."""
 
     cwd: str
     submitted: float
@@ -75,14 +75,14 @@ class QueueEntry:
     """Of its `shoal run`."""
 
     born: float | None
-    """When that process was created: a pid is given out again."""
+    """Creation time of that process, since pids are reused."""
 
     placed: dict[str, Any]
     """Hosts, cores and GPUs that it was given."""
 
     resumed: int
     cancelled: bool
-    """Somebody asked for its end."""
+    """Its end was requested."""
 
     reason: str
 
@@ -97,7 +97,7 @@ class QueueEntry:
 
 
 class Queue:
-    """One queue. Every change is a transaction of its own, so a kill at any moment leaves it whole."""
+    """One queue. Every change is a transaction of its own, so a kill at any moment leaves it consistent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -152,7 +152,7 @@ class Queue:
             fd = os.open(self.folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
-        except PermissionError:  # another user's, of whom nothing more can be asked
+        except PermissionError:  # another user's process, which tells no more
             return True
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -165,7 +165,7 @@ class Queue:
     # ---- jobs -----------------------------------------------------------------------------------
 
     def submit(self, request: JobRequest, words: list[str], cwd: str) -> int:
-        """Number of a new job; the request's own is not looked at."""
+        """Add a job and return its number; the request's own id is ignored."""
         need = request.need
         found = self._db.execute(
             "insert into jobs (state, user, priority, cores, gpus, memory, hosts, words, cwd, submitted) "
@@ -194,7 +194,7 @@ class Queue:
         return _job(row)
 
     def cancel(self, id: int) -> QueueEntry:
-        """Take a waiting job out, or ask for the end of a running one; the job as it was."""
+        """Remove a waiting job, or request the end of a running one; returns the job as it was."""
         with self._transaction():
             job = self.job(id)
             if job.state is JobState.WAITING:

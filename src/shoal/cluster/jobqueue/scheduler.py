@@ -1,10 +1,9 @@
 """Scheduler of the job queue: which job starts where, by cores, GPUs, memory, priority and quota.
 
-Pure: no clock, no process, no file. `runner.py` feeds it events and carries out
-the actions it returns. Jobs start by priority, then in the order of their
-submission. The first that finds no room keeps all behind it waiting: smaller
-jobs that slipped past could keep it waiting for ever. A job that waits for its
-user's quota keeps nobody waiting.
+Pure: no clock, no process, no file. `runner.py` feeds it events and carries out the actions it
+returns. Jobs start by priority, then in the order of their submission. The first that does not fit
+blocks all behind it: smaller jobs that overtake it could starve it. A job that waits for its user's
+quota blocks nobody.
 """
 
 from __future__ import annotations
@@ -65,16 +64,16 @@ class Pool:
     """Capacity to share out."""
 
     hosts: Mapping[str, Amount]
-    """The first is the machine of the runner: every job has its head there, and a part of its workers."""
+    """The first is the runner's machine: every job has its head and some of its workers there."""
 
     quotas: Mapping[str, Amount] = field(default_factory=dict)
-    """Most that a user's running jobs have together; of the user "" for all who are not named."""
+    """Limit for a user's running jobs together; user "" is for each user not named."""
 
     def quota(self, user: str) -> Amount | None:
         return self.quotas.get(user, self.quotas.get(""))
 
     def refusal(self, request: JobRequest) -> str:
-        """Why a job could never run: what it asks for, and what there is. Empty where it could."""
+        """Reason why a job could never run: its request, and the capacity. Empty if it could."""
         quota = self.quota(request.user)
         first, *_ = self.hosts.values()
         num_fitting = sum(request.need.fits(amount) for amount in self.hosts.values())
@@ -100,7 +99,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A job already runs on these hosts: the runner was started anew."""
+    """A job already runs on these hosts: the runner was restarted."""
 
     request: JobRequest
     hosts: tuple[str, ...]
@@ -115,7 +114,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """A user wants a job no more."""
+    """A user cancelled a job."""
 
     id: int
 
@@ -150,7 +149,7 @@ Action = Start | Stop | Refuse
 
 
 class Scheduler:
-    """Events in, actions out. What runs together never exceeds a host, nor a user's quota."""
+    """Events in, actions out. Running jobs never exceed a host's capacity or a user's quota."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -176,7 +175,7 @@ class Scheduler:
         return list(self._start())
 
     def waits_for(self, id: int) -> str:
-        """Why a job of the queue does not run yet, in words; empty where it does."""
+        """Reason why a job of the queue does not run yet; empty if it does."""
         if id not in self._waiting:
             return ""
         request = self._waiting[id]
@@ -211,12 +210,14 @@ class Scheduler:
         quota = self._pool.quota(request.user)
         if quota is None:
             return False
-        # A quota of each user who is not named is each one's own.
+        # The default quota applies to each unnamed user separately.
         used = sum((each.total for each, _ in self._running.values() if each.user == request.user), Amount())
         return not (used + request.total).fits(quota)
 
     def _place(self, request: JobRequest) -> tuple[str, ...] | None:
-        """The first host, and the fullest of the others with room, so that large room stays in one piece; None where it is missing."""
+        """The first host, and the fullest others that fit, so that large free capacity stays in one
+        piece; None if too few fit.
+        """
         found = []
         for number, (name, amount) in enumerate(self._pool.hosts.items()):
             used = sum((each.need for each, hosts in self._running.values() if name in hosts), Amount())

@@ -1,1 +1,1 @@
-"""Launching a job: what to run, where, and whether the machine can."""
+"""Launching a job: its configuration, its placement, and checks of the machine."""

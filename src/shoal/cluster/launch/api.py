@@ -1,8 +1,8 @@
 """Launch of a job from Python.
 
-`launch` returns a RunResult whatever happens once a job has started, and raises
-ConfigError for what cannot be started; it does not print the error of a job,
-which its caller shows. `run` raises it. The supervisor runs the processes.
+Once a job has started, `launch` returns a RunResult, whatever happens, and does not print the job's
+error, which its caller shows. It raises ConfigError for a job that cannot be started. `run` raises
+the job's error. The supervisor runs the processes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RunResult:
     """Contents of summary.json."""
 
     error: ShoalError | None = None
-    """Why the job did not end well; nobody has printed it yet."""
+    """Why the job did not end well; not printed yet."""
 
 
 def launch(
@@ -94,15 +94,13 @@ def launch(
 ) -> RunResult:
     """Run a job to its end, with this process as its supervisor.
 
-    Raises ConfigError for what cannot be started, and ScriptFailed for a
-    script that cannot be compiled. Once started, whatever
-    happens to the job is in the result, and none of its processes is left.
-    `warm` is a warm parent to use and to leave alive; `stdout` and `stderr`
-    are where output goes instead of this process's own. `set_title` renames
-    this process, for a command line that is nothing else. `successor` is what
-    a host has that takes over from a lost head. `beside` accompanies the job:
-    entered with its run directory, left when it has ended; it gives a line to say.
-    `health` is told of every turn of the supervisor.
+    Raises ConfigError for a job that cannot be started, and ScriptFailed for a script that cannot
+    be compiled. Once started, every outcome of the job is in the result, and none of its processes
+    is left. `warm` is a warm parent to use and to leave alive; `stdout` and `stderr` receive the
+    output instead of this process's own. `set_title` renames this process, for a dedicated command
+    line. `successor` is the state of a host that takes over from a lost head. `beside` accompanies
+    the job: entered with its run directory, left when it has ended; it yields a line to print.
+    `health` is called in every turn of the supervisor.
     """
     refuse_others()
     if (problem := system.missing_calls()) is not None:
@@ -144,12 +142,11 @@ def run(
     resources: str = "",
     **options: Any,
 ) -> RunResult:
-    """Run a script as a job and return what came of it: `shoal run`, from Python.
+    """Run a script as a job and return its result: `shoal run`, from Python.
 
-    In a notebook, `script` may be a function without arguments: its source,
-    with what it names of the notebook, is written into a script (see
-    `function_script.py`). `on` is an engine that gives `hosts` hosts with
-    `resources`, as for the command line. `options` are the other fields of
+    In a notebook, `script` may be a function without arguments: its source, with the notebook's
+    names that it uses, is written into a script (see `function_script.py`). `on` is an engine that
+    gives `hosts` hosts with `resources`, as for the command line. `options` are the other fields of
     LaunchConfig. Raises the ShoalError that ended the job, if one did.
     """
     if on is not None and strategy is not None and strategies.parse(strategy).base == "mapreduce":
@@ -201,10 +198,10 @@ def resume_config(
     hosts: HostsConfig | None = None,
     journal: str | None = None,
 ) -> LaunchConfig:
-    """LaunchConfig to continue the job of a run directory: as before, but for the arguments given.
+    """LaunchConfig to continue the job of a run directory: as before, except for the arguments given.
 
-    Without `hosts` it continues on this machine alone, if that has room for a job that had several. `journal` is
-    "none" for a job that had one and goes on without.
+    Without `hosts` it continues on this machine alone, if that has the capacity for a job that had
+    several. `journal` is "none" for a job that had one and continues without.
     """
     path = Path(run).absolute()
     before = read_config(path)
@@ -212,25 +209,25 @@ def resume_config(
     num_hosts = before.hosts_asked.num_hosts if before.hosts_asked is not None else max(1, len(before.hosts))
     if strategy is None or strategy.lower() == before.strategy:
         said = {
-            # What was chosen by the number of workers is chosen again.
+            # Values derived from the number of workers are derived again.
             "strategy": None if before.strategy == "single" else before.strategy,
             "servers": before.servers or None,
             "replicas": before.replicas if before.servers else None,
             **options_of(before),
         }
         if num_workers != before.workers or (hosts.num_hosts if hosts else 1) != num_hosts:
-            said["exchange_rule"] = ""  # other workers make the sums, so the order they had need not be kept
+            said["exchange_rule"] = ""  # other workers compute the sums, so their order need not be kept
     else:
         said = {"strategy": strategy, **kept_of(before)}
     if hosts is None:
-        said["tls"] = False  # there is nothing between hosts to encrypt
+        said["tls"] = False  # there is no traffic between hosts to encrypt
     if shard is not None:
         said["shard"] = shard
     if servers is not None:
         said["servers"] = servers
     if table_memory is not None:
         said["table_memory"] = table_memory
-    # What ran before may run again, however full it makes the machine.
+    # A job that ran before may run again, even where it oversubscribes the machine.
     is_larger = num_workers > before.workers or isinstance(servers, str) or (servers or 0) > before.servers
     is_larger |= (hosts.num_hosts if hosts else 1) < num_hosts  # for each machine
     return LaunchConfig(
@@ -262,7 +259,7 @@ def takeover_config(
     before = read_config(run)
     if before.hosts_asked is None:
         raise ConfigError(f"{run} is not a run of several hosts. Nothing was started.")
-    # Numbers and names of hosts are not kept: the head is host 0, and the others come as they come.
+    # Numbers and names of hosts are not kept: the head is host 0, the others are numbered as they join.
     hosts = replace(
         before.hosts_asked, bind=bind, interfaces=interfaces, advertise=advertise, names=(), by_ssh=False
     )
@@ -286,7 +283,7 @@ class _Head:
 
         self._etcd = headship.open_journal(parse_journal(config.journal), config.liveness)
         if config.resume and config.name is not None:
-            # Before anything is written there: a run that went on elsewhere must not begin another launch here.
+            # Before the first write: a run that continued elsewhere must not begin another launch here.
             self._claim(Path(config.run_dir).absolute() / config.name)
 
     def opened(self, run: RunDirectory) -> None:
@@ -294,7 +291,7 @@ class _Head:
             self._claim(run.path)
         if self.headship is not None:
             self.headship.launched(journal_reader.launch_times(run.path))
-            # Before anything is trained: only a host that has this launch may go on from it.
+            # Before training starts: only a host that has this launch may continue from it.
             self.headship.wait_until_written()
 
     def _claim(self, run: Path) -> None:
@@ -331,9 +328,9 @@ def _run_job(
     error: ShoalError | None = None
     exit_code = ShoalError.exit_code
     scratch_path = run.path / scratch.NAME
-    shutil.rmtree(scratch_path, ignore_errors=True)  # of a job whose supervisor was killed
+    shutil.rmtree(scratch_path, ignore_errors=True)  # left by a job whose supervisor was killed
     try:
-        # The inbox first: from the first process on, Ctrl-C is a wish and not an exception.
+        # The inbox first: from the first process on, Ctrl-C is a request and not an exception.
         with (
             SignalInbox() as inbox,
             contextlib.nullcontext(warm) if warm else _warm_parent(run, described) as parent,
@@ -382,7 +379,7 @@ def _run_job(
                     elastic.current = config
         error = error_of(outcome, num_workers=described.workers, run=_shown(run.path))
         exit_code = outcome.lifecycle.exit_code
-    except ClusterError as failed:  # of the launching itself: nothing of the script's
+    except ClusterError as failed:  # an error of the launch itself, not of the script
         error = failed
     except OSError as failed:
         error = ClusterError(
@@ -410,7 +407,7 @@ def _run_job(
 def _relaunch(
     resize: Resize, before: RunConfig, outcome: JobOutcome, run: RunDirectory, hosts: Hosts
 ) -> tuple[LaunchConfig, RunConfig]:
-    """Begin the next launch of a run that this process goes on with."""
+    """Begin the next launch of a run that this process continues."""
     config = resize.config
     if outcome.num_servers:
         replicas = min(before.replicas, outcome.num_servers)
@@ -418,13 +415,14 @@ def _relaunch(
     described = replace(_describe(config, available_cores()), started=before.started)
     own_parts = run.path / scratch.NAME / "own-parts"
     if described.workers != before.workers and own_parts.exists():
-        shutil.rmtree(run.path / scratch.NAME)  # of workers that are not the same: what was saved is whole
+        # Of other workers than the next launch has; what was saved is complete.
+        shutil.rmtree(run.path / scratch.NAME)
     run.begin_launch(described)
     launches = journal_reader.launch_times(run.path)
     hosts.resize(config.workers, config.hosts, launches)
     if hosts.headship is not None:
         hosts.headship.launched(launches)
-        hosts.tell_saved()  # only a host that knows of this launch may take over
+        hosts.tell_saved()  # only a host with this launch may take over
     if resize.leaving is not None:
         hosts.leave(resize.leaving, "its workers go on elsewhere")
     run.event("resized", before=before.workers, workers=described.workers, launch=run.launch)
@@ -520,7 +518,7 @@ def _open_cluster(
 
 
 def _describe(config: LaunchConfig, cores: int) -> RunConfig:
-    """RunConfig with everything settled that the LaunchConfig left open."""
+    """RunConfig with all defaults of the LaunchConfig resolved."""
     cwd = os.path.abspath(config.cwd) if config.cwd else _here()
     if not os.path.isdir(cwd):
         raise ConfigError(f"the folder the script is to run in, {cwd}, does not exist. Nothing was started.")
@@ -567,7 +565,7 @@ def _describe(config: LaunchConfig, cores: int) -> RunConfig:
 
 
 def _file_of_module(module: str, cwd: str) -> str:
-    """The file that `python -m` would run, found without importing the packages around it."""
+    """File that `python -m` would run, found without importing the packages around it."""
     parts = module.split(".")
     folders = [cwd, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path[1:]]
     for folder in folders:
@@ -582,7 +580,7 @@ def _file_of_module(module: str, cwd: str) -> str:
 
 
 def _refuse_syntax_error(script: str) -> None:
-    """Found here it costs milliseconds; found by a worker, the import of torch and a run directory."""
+    """Compile the script here, in milliseconds; a worker would find the error only after importing torch."""
     if not script.endswith(".py"):
         return
     try:
@@ -593,7 +591,7 @@ def _refuse_syntax_error(script: str) -> None:
         told = "".join(traceback.format_exception_only(error))
         raise ScriptFailed(rank=0, traceback=told) from None
     except OSError:
-        return  # the worker says why it cannot be read
+        return  # the worker reports why it cannot be read
 
 
 def _exchange_rule(config: LaunchConfig) -> str:
@@ -601,7 +599,7 @@ def _exchange_rule(config: LaunchConfig) -> str:
         return ""
     if config.exchange_rule and not (config.num_hosts > 1 and "shm" in config.exchange_rule):
         return config.exchange_rule  # of the run that is resumed
-    # Seats without workers have no part in a sum.
+    # Seats without workers take no part in sums.
     homes = sum(map(bool, config.hosts.workers)) if config.hosts is not None else 0
     num_hosts = max(homes, 2) if homes and config.num_hosts > 1 else config.num_hosts
     return exchange_rule.for_job(num_workers=config.workers, num_hosts=num_hosts)

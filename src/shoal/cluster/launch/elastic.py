@@ -1,7 +1,7 @@
 """Numbers of workers and hosts that a running job may have.
 
-Another number is checked here before any worker is asked to stop; the
-supervisor stops them, and `api.py` launches the job again as it is returned here.
+A new number is checked here before any worker is asked to stop; the supervisor then stops them, and
+`api.py` launches the job again with the returned config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """The job as it is launched again, when its workers have saved and left."""
+    """Configuration of the next launch, when all workers have saved and left."""
 
     config: LaunchConfig
     why: str
@@ -27,7 +27,7 @@ class Resize:
 
 
 class Elastic:
-    """Numbers that the user asked for, and those that run now."""
+    """Numbers that the user asked for, and those in use now."""
 
     def __init__(self, config: LaunchConfig, described: RunConfig, name: str, hosts: Hosts) -> None:
         self._hosts = hosts
@@ -42,11 +42,11 @@ class Elastic:
             script=described.script,
             cwd=described.cwd,
             exchange_rule=self._rule,
-            faults=None,  # they were planned for the workers that were launched
+            faults=None,  # they were planned for the workers of the first launch
         )
 
     def with_workers(self, num_workers: int) -> Resize:
-        """The job with so many workers; ConfigError where that cannot be."""
+        """The job with this many workers; ConfigError if that is impossible."""
         if num_workers == self.current.workers:
             raise ConfigError(f"it has {num_workers} workers already. Nothing was changed")
         if self.asked.hosts is not None and self.asked.hosts.roles:
@@ -66,7 +66,7 @@ class Elastic:
         return Resize(config, f"{num_workers} workers were asked for")
 
     def open_seats(self, num_hosts: int) -> None:
-        """Let so many hosts be part of the job. Nothing stops: workers come to those that join at the next Resize."""
+        """Let this many hosts join. Nothing stops: joined hosts get workers at the next Resize."""
         hosts = self.current.hosts
         if hosts is None or self._hosts.cluster is None:
             raise ConfigError(
@@ -90,7 +90,7 @@ class Elastic:
         self._hosts.open_seats(self.current.hosts)
 
     def without(self, host: int) -> Resize:
-        """The job without a host; ConfigError where the others have no room for its workers."""
+        """The job without a host; ConfigError if the others have no capacity for its workers."""
         if host == HEAD:
             raise ConfigError("host 0 is the head, without which there is no job. Nothing was changed")
         if not 0 < host < self._hosts.num_hosts or not self._hosts.is_here(host):
@@ -109,7 +109,7 @@ class Elastic:
         return Resize(config, f"host {host} was asked to leave", leaving=host)
 
     def fitting(self, *, is_short: bool) -> Resize | None:
-        """Fewer workers where some have no host (`is_short`), more where there is room again; None: as it is."""
+        """Fewer workers if some have no host (`is_short`), more if there is capacity again; None: no change."""
         config = self._fitting(self._hosts.cores())
         if config is None:
             return None
@@ -120,7 +120,7 @@ class Elastic:
         return None
 
     def _fitting(self, cores: dict[int, int]) -> LaunchConfig | None:
-        """As many of the workers that were asked for as find room on these hosts; None where those are too few."""
+        """As many of the requested workers as fit on these hosts; None if those are too few."""
         asked, room = self.asked, sum(cores.values())
         if asked.hosts is None or asked.oversubscribe or room >= asked.workers:
             return asked
@@ -130,7 +130,7 @@ class Elastic:
         for num_workers in range(room, (asked.min_workers or asked.workers) - 1, -1):
             try:
                 return self._resized(num_workers, cores)
-            except ConfigError:  # as where the degrees of a mesh do not divide it
+            except ConfigError:  # for example, the degrees of a mesh do not divide it
                 continue
         return None
 
@@ -143,5 +143,5 @@ class Elastic:
             workers=num_workers,
             hosts=hosts,
             min_workers=min(least, num_workers) if (least := self.asked.min_workers) else None,
-            exchange_rule="",  # other workers make the sums, so the order they had need not be kept
+            exchange_rule="",  # other workers compute the sums, so their order need not be kept
         )

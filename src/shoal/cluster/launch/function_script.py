@@ -1,10 +1,10 @@
-"""A function of a notebook as a script of its own: its source, and what it names of the notebook.
+"""Script made from a notebook's function: its source, and the notebook's names that it uses.
 
-By source and not by pickle: workers are forked before the notebook's objects
-exist, a run directory must show what ran, and `shoal resume` runs it again.
-Modules that the function names are imported, functions and classes of the
-notebook are copied with what they name, plain values are written out.
-Everything else (tensors, models, data) is refused by name: it is made inside.
+By source and not by pickle: workers are forked before the notebook's objects exist, a run directory
+must show what ran, and `shoal resume` runs it again. Modules that the function names are imported,
+functions and classes of the notebook are copied with their own dependencies, plain values are
+written out. Everything else (tensors, models, data) is refused by name: the function must create
+it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def write_script(function: Callable[..., Any], run_dir: Path, *, call: str = "{}()", given: int = 0) -> str:
-    """Write the script that calls a function, named by its contents; return its path.
+    """Write the script that calls a function, named by a hash of its contents; return its path.
 
-    `call` is how, with the function's name in its braces, and with `given` arguments.
+    `call` is the call expression, with braces for the function's name and the `given` arguments.
     """
     text = script_of(function, call=call, given=given)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -39,7 +39,7 @@ def write_script(function: Callable[..., Any], run_dir: Path, *, call: str = "{}
 
 
 def script_of(function: Callable[..., Any], *, call: str = "{}()", given: int = 0) -> str:
-    """The text of a script that calls a function; ConfigError where it needs what a script cannot have."""
+    """Text of a script that calls a function; ConfigError if it depends on something a script cannot have."""
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
         raise ConfigError(
             f"shoal.run takes the path of a script or a function that was written with def, got {function!r}. Nothing was started."
@@ -63,7 +63,7 @@ def script_of(function: Callable[..., Any], *, call: str = "{}()", given: int = 
 
 
 def _collect(thing: Any, lines: dict[str, str]) -> None:
-    """Add the source of a function or class to `lines`, after what it names."""
+    """Add the source of a function or class to `lines`, after its dependencies."""
     name = thing.__name__
     if getattr(thing, "__closure__", None):
         raise ConfigError(
@@ -79,7 +79,7 @@ def _collect(thing: Any, lines: dict[str, str]) -> None:
     functions = [thing] if isinstance(thing, FunctionType) else [
         each for each in vars(thing).values() if isinstance(each, FunctionType)
     ]  # fmt: skip
-    lines[name] = ""  # its place is taken: it may name itself
+    lines[name] = ""  # placeholder: the function may refer to itself
     outside = inspect.getmodule(thing)
     around = functions[0].__globals__ if functions else vars(outside) if outside else {}
     named = {each for function in functions for each in _names(function.__code__)}
@@ -95,7 +95,7 @@ def _collect(thing: Any, lines: dict[str, str]) -> None:
 def _source(thing: Any) -> str:
     if isinstance(thing, FunctionType):
         return textwrap.dedent(inspect.getsource(thing))
-    # Of a class of a notebook only its methods know the cell.
+    # For a class defined in a notebook only its methods know the cell.
     first = next((each for each in vars(thing).values() if isinstance(each, FunctionType)), None)
     if first is None:
         raise OSError

@@ -18,16 +18,16 @@ FILES_PER_SERVER = 3
 """A server's stdout, stderr and log."""
 
 FILES_PER_SERVER_ADDRESS = 2
-"""A listening socket and a way to it, for every server there may be."""
+"""A listening socket and a descriptor that leads to it, for every possible server."""
 
 FILES_PER_PEER = 3
-"""A server's connection to a worker or another server, a way to it, and what is in flight."""
+"""A server's connection to a worker or another server, a descriptor that leads to it, and messages in flight."""
 
 SPARE_FILES = 32
-"""For what does not grow with the workers, and the other ends while one of them is started."""
+"""For everything that does not grow with the workers, and the far ends while one is started."""
 
 MAX_PROCESSES_PER_CORE = 32
-"""Trying a large job out on a small machine is fine; beyond this its workers only wait for their turn, and find each other late."""
+"""Trying a large job on a small machine is fine; beyond this, workers mostly wait for a core and meet late."""
 
 PROCESS_BYTES = 50 << 20
 """Memory of a worker without a model, measured with 16 of them; pages shared with their parent are not in it."""
@@ -62,7 +62,7 @@ def refuse_too_large(
 
 
 def refuse_more_than_can_be_opened(num_workers: int, num_servers: int) -> None:
-    """Refuse what would run out of open files while it is started."""
+    """Refuse a job that would run out of open files while it starts."""
     needed = len(system.open_descriptors()) + FILES_PER_WORKER * num_workers + SPARE_FILES
     needed += (FILES_PER_SERVER + FILES_PER_SERVER_ADDRESS) * max_servers(num_servers)
     in_server = (
@@ -71,10 +71,8 @@ def refuse_more_than_can_be_opened(num_workers: int, num_servers: int) -> None:
         else 0
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for count, allowed in (
-        (needed, soft),
-        (in_server, hard),
-    ):  # a server raises its own limit as far as it may
+    # A server raises its own limit as far as it may.
+    for count, allowed in ((needed, soft), (in_server, hard)):
         if allowed != resource.RLIM_INFINITY and count > allowed:
             enough = max(needed, in_server)
             raise ConfigError(
@@ -85,7 +83,7 @@ def refuse_more_than_can_be_opened(num_workers: int, num_servers: int) -> None:
 
 def refuse_without_room(config: LaunchConfig, cores: int) -> None:
     """Refuse a job that is larger than this machine."""
-    if not config.oversubscribe and not config.cores_per_host:  # else the engine says what there is
+    if not config.oversubscribe and not config.cores_per_host:  # else the engine states the capacity
         refuse_too_large(
             num_workers=config.workers,
             num_servers=config.num_servers,

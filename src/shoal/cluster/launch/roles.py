@@ -57,7 +57,8 @@ PRELOAD = (
 """Modules that the warm parent imports before it forks: those that would cost a worker time at its first step."""
 
 PRELOAD_WHERE_NAMED = {"metrics": "shoal.train.metrics", "HashEmbedding": "numba", "shoal.features": "numba"}
-"""A word in the script -> what it will probably need. torchmetrics takes up to seconds to import; not all need it.
+"""Word in the script -> modules it will probably need. torchmetrics takes up to seconds to import, and
+not every script uses it.
 
 numba stands for all compiled loops.
 """
@@ -72,7 +73,7 @@ PRELOAD_WITH_MESH = "shoal.parallel.mesh"
 
 
 def preload_for(script: str, *, with_servers: bool = False, with_mesh: bool = False) -> tuple[str, ...]:
-    """Additional modules to import before forking for this script. A wrong guess costs time, nothing else."""
+    """Additional modules to import before forking for this script. A wrong guess only costs time."""
     modules: tuple[str, ...] = PRELOAD_WITH_SERVERS if with_servers else ()
     modules += (PRELOAD_WITH_MESH,) if with_mesh else ()
     try:
@@ -106,9 +107,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     env: dict[bytes, bytes] = msgspec.field(default_factory=dict)
     num_threads: int = 1
-    server_memory_bytes: int = (
-        0  # of its own, clients' shared memory aside; 0: 80 % of what is available at its start
-    )
+    server_memory_bytes: int = 0  # own memory; 0: 80 % of what is available at its start
     table_memory: str | None = None  # of ParallelOptions, as the next four
     table_dir: str | None = None
     server_device: str = "cpu"
@@ -140,7 +139,7 @@ _SPECS: tuple[type, ...] = (WorkerSpec, CoordinatorSpec, ServerSpec, Job)
 
 
 def protocol_version() -> int:
-    """Equal in two processes where every message, and every spec of a child, has the same fields."""
+    """Hash of the fields of all messages and child specs: equal in processes that understand each other."""
     fields = [
         (each.__name__, getattr(each, "__annotations__", {}))
         for kind in (*MESSAGES, *_SPECS)

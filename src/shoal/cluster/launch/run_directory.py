@@ -1,24 +1,23 @@
 """A job's directory on disk: claimed by one supervisor, readable by its user, before and after.
 
     <run-dir>/<name>/
-        config.json      what was launched: enough to launch it again
-        events.jsonl     what happened, a line each
+        config.json      configuration of the launch: enough to launch it again
+        events.jsonl     events, a line each
         metrics.jsonl    a line per step, written by rank 0's Trainer
-        activity/        <process>.jsonl: what each process did, about a line a second
+        activity/        <process>.jsonl: activity of each process, about a line a second
         trace/           <process>.<incarnation>.bin: its newest spans
-        logs/            worker-<rank>.log, server-<number>.log: what each process wrote
+        logs/            worker-<rank>.log, server-<number>.log: output of each process
         checkpoints/     written by the Trainer
-        summary.json     what came of it; appears when the job has ended
-        journal.sqlite   what the coordinator has promised
+        summary.json     result; appears when the job has ended
+        journal.sqlite   promises of the coordinator
         trained/         <launch>-<rank>-<incarnation>: the batches of a worker under a relaxed strategy
-        scratch/         what the job keeps on disk while it runs: gone with it
+        scratch/         the job's temporary files: deleted with it
         lock             held by the live supervisor, and only by it; of a copy, by its host's agent
         copied-from      the head, where this is another host's copy of its run directory
 
-Decides whether a directory may be used and says why not: one that belongs to
-another user, or is a link that another user made, may not. Only its user can
-enter it (mode 0700). Does not know what the events mean or how a checkpoint is
-made.
+Decides whether a directory may be used and says why not: one that belongs to another user, or is a
+link that another user made, may not. Only its user can enter it (mode 0700). Does not interpret
+events or know how a checkpoint is made.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ from shoal.errors import RunDirectoryError
 from shoal.runtime import own_files
 
 COPY_MARK = "copied-from"
-"""File of a directory that a host agent keeps as a copy of the head's. A job that continues the run there removes it."""
+"""File that marks a host agent's copy of the head's directory. A job that continues the run there removes it."""
 
 _TAIL_BYTES = 1 << 16
-"""Of metrics.jsonl: more than a line of it is long."""
+"""Bytes read from the end of metrics.jsonl: more than its longest line."""
 
 
 class RunDirectory:
@@ -74,10 +73,10 @@ class RunDirectory:
         again: bool = False,
         overwrite: bool = False,
     ) -> RunDirectory:
-        """A directory for a new job: `<base>/<name>`, or the script's name with the first free number.
+        """Claim a directory for a new job: `<base>/<name>`, or the script's name with the first free number.
 
-        A name is one run. Where it is taken, `again` moves the former run
-        aside, to `<name>.1` or the next free number; `overwrite` removes it.
+        A name is one run. If it is taken, `again` moves the former run aside, to `<name>.1` or the
+        next free number; `overwrite` removes it.
         """
         base = base.absolute()
         _make_base(base)
@@ -113,18 +112,18 @@ class RunDirectory:
 
     @classmethod
     def _make_way(cls, path: Path, *, again: bool, overwrite: bool) -> None:
-        """Move an ended run out of the way of a new one of its name, as far as that was asked for."""
+        """Move an ended run aside or remove it, as requested, for a new one of its name."""
         before = read_config(path)
         aside = next(
             free for k in itertools.count(1) if not (free := path.with_name(f"{path.name}.{k}")).exists()
         )
-        with cls.lock(path):  # an ended one; and nobody goes on with it meanwhile
+        with cls.lock(path):  # it has ended, and nothing continues it meanwhile
             if again:
                 path.rename(aside)
             elif overwrite:
-                # First under another name: a removal that is cut short must not leave half a run under this one.
+                # Renamed first: an interrupted removal must not leave half a run under this name.
                 removed = path.with_name(f".{aside.name}.removed")
-                shutil.rmtree(removed, ignore_errors=True)  # of an earlier removal that was cut short
+                shutil.rmtree(removed, ignore_errors=True)  # left by an interrupted removal
                 path.rename(removed)
                 shutil.rmtree(removed)
             else:
@@ -139,10 +138,10 @@ class RunDirectory:
 
     @classmethod
     def lock(cls, path: Path) -> RunDirectory:
-        """The directory, held by this process; RunDirectoryError where another holds it."""
+        """Lock the directory for this process; RunDirectoryError if another holds it."""
         try:
             fd = own_files.open_file(path / "lock", os.O_RDWR | os.O_CREAT)
-            # Of a run of an earlier version, which others could hold on to.
+            # A lock file of an earlier version, which other users could hold.
             os.fchmod(fd, 0o600)
         except OSError as error:
             raise _unwritable(path, error) from None
@@ -160,13 +159,15 @@ class RunDirectory:
         return cls(path, fd)
 
     def _filled(self, config: RunConfig, *, is_new: bool) -> RunDirectory:
-        """Put in what every run has. Written for real: permissions alone do not tell whether a disk takes it."""
+        """Create the files that every run has. Written for real: permissions alone do not show whether
+        the disk accepts them.
+        """
         try:
             os.chmod(self.path, 0o700)
             for folder in ("logs", "checkpoints"):
                 own_files.make_directory(self.path / folder)
-            self.begin_launch(config)  # first: where the journal is refused, the ended job's files stay
-            (self.path / "summary.json").unlink(missing_ok=True)  # of the ended job; this one has not ended
+            self.begin_launch(config)  # first: if the journal is refused, the ended job's files stay
+            (self.path / "summary.json").unlink(missing_ok=True)  # the ended job's
             (self.path / COPY_MARK).unlink(missing_ok=True)
             events = own_files.open_file(self.path / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             self._events = open(events, "ab", buffering=0)  # noqa: SIM115  closed in close()
@@ -189,7 +190,7 @@ class RunDirectory:
         write_atomically(self.path / "config.json", msgspec.json.encode(config))
 
     def write_hosts(self, hosts: list[HostFacts], asked: HostsConfig) -> None:
-        """Write the hosts that are part of this launch into config.json, beside those that were, and what was asked for."""
+        """Add this launch's hosts to config.json, with the requested numbers."""
         config = read_config(self.path)
         known = {each.number: each for each in (*config.hosts, *hosts)}
         config = replace(
@@ -225,9 +226,9 @@ class RunDirectory:
         return self.path / "logs" / f"worker-{rank}.log"
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json: the job has ended. On a full disk there is none, as after a kill."""
+        """Write summary.json, as the job has ended. On a full disk there is none, as after a kill."""
         with contextlib.suppress(OSError):
-            # msgspec, because a loss that is NaN becomes null: JSON has no other word for it.
+            # msgspec writes a NaN loss as null, since JSON has no NaN.
             write_atomically(self.path / "summary.json", msgspec.json.encode(summary))
 
     def close(self) -> None:
@@ -286,7 +287,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file as a whole: a reader sees the old or the new, never a part."""
     temporary = path.with_name(f".{path.name}.new")
     try:
-        temporary.unlink(missing_ok=True)  # of a process that was killed, or planted
+        temporary.unlink(missing_ok=True)  # left by a killed process, or planted
         with open(own_files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(content)
             file.flush()
@@ -312,7 +313,7 @@ def _first_free(base: Path, stem: str) -> Path:
     while True:
         path = base / f"{stem}-{k}"
         try:
-            path.mkdir(mode=0o700)  # the claim: of two launches at the same time one succeeds
+            path.mkdir(mode=0o700)  # the claim: of two simultaneous launches one succeeds
         except FileExistsError:
             k += 1
         except OSError as error:
@@ -322,7 +323,7 @@ def _first_free(base: Path, stem: str) -> Path:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuse a directory of another user's, and a link that another user made: what is in it would be trusted."""
+    """Refuse another user's directory, and a link made by another user: its contents would be trusted."""
     try:
         owners = {path.lstat().st_uid, path.stat().st_uid}
     except OSError as error:

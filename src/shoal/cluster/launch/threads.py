@@ -1,15 +1,13 @@
 """Threads of a worker: its share of the cores, never more.
 
-Computes the number and sets it in torch and the BLAS libraries. The fork server
-loaded them all with one thread, so setting the share here is what makes a
-worker use its cores.
+Computes the number and sets it in torch and the BLAS libraries. The fork server loaded them all
+with one thread, so a worker uses its cores only through this.
 
-MKL chooses the code of its vector functions at their first call in a process.
-Where two threads make that call together, one may be given less exact code for
-it: on an Intel server with two threads, 25 of 3829 fresh processes computed half
-of their first sqrt, exp, log or tanh with errors of 1e-4, and so, in 2 of 222
-jobs, one rank's first step of Adam differed from the other's. After a call in
-one thread it was 0 of 3994. So the fork server makes the first calls.
+MKL chooses the code of its vector functions at their first call in a process. If two threads make
+that call together, one may get less exact code for it: on an Intel server with two threads, 25 of
+3829 fresh processes computed half of their first sqrt, exp, log or tanh with errors of 1e-4, and
+so, in 2 of 222 jobs, one rank's first step of Adam differed from the other's. After a call in one
+thread it was 0 of 3994. So the fork server makes the first calls.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _VECTOR_FUNCTIONS = (
     *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "exp", "expm1", "log", "log10", "log1p", "log2"),
     *("sin", "sinh", "sqrt", "tan", "tanh"),
 )
-"""What torch takes from MKL's vector functions, where it is built with them, and some more."""
+"""Functions that torch takes from MKL, where it is built with it, and some more."""
 
 
 def available_cores() -> int:
@@ -73,10 +71,10 @@ def use(num_threads: int) -> None:
 
 
 def _set_openblas_threads(num_threads: int) -> None:
-    """numpy's OpenBLAS read its environment when it was loaded; only its own function changes the number now."""
+    """Set OpenBLAS's threads by its own function: it read its environment when numpy loaded it."""
     import numpy
 
-    # The wheel brings its own copy beside the package. Another BLAS (MKL, a distribution's) is left as it is.
+    # The wheel brings its own copy beside the package. Another BLAS (MKL, a distribution's) is not changed.
     libraries = Path(numpy.__file__).parent.parent / "numpy.libs"
     for path in libraries.glob("libscipy_openblas*.so"):
         library = ctypes.CDLL(os.fspath(path))

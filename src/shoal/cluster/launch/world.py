@@ -23,13 +23,13 @@ from shoal.errors import ClusterError, ConfigError
 from shoal.runtime.transport import unix
 
 MEET_TIMEOUT_S = 30.0
-"""For the first process of a machine to listen for the others."""
+"""Time for the first process of a machine to listen for the others."""
 
 _CODE = struct.Struct("<i")
 
 
 def enter(engine: str) -> World | None:
-    """World of this process, where `--on` names the launcher that started it. Its variables are gone from then on."""
+    """World of this process, if `--on` names the launcher that started it. Removes the launcher's variables."""
     world = world_of(os.environ)
     if world is None or world.engine != engine:
         if engine == "torchrun":
@@ -45,14 +45,14 @@ def enter(engine: str) -> World | None:
         )
     forget(os.environ)
     if world.launcher == "mpirun" and world.local_size > 1:
-        # mpirun bound each process to cores of its own, and this one has the workers of all.
-        with contextlib.suppress(OSError, AttributeError):  # macOS binds nobody
+        # mpirun bound each process to its own cores, and this one runs the workers of all.
+        with contextlib.suppress(OSError, AttributeError):  # macOS has no binding
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
     return world
 
 
 def hosts_of(world: World, bind: str | None, **options: object) -> HostsConfig | None:
-    """Hosts of the job, for rank 0; None where one machine has them all."""
+    """Hosts of the job, for rank 0; None if one machine has all ranks."""
     if world.num_nodes == 1:
         return None
     address, port = _place(world, bind)
@@ -66,7 +66,7 @@ def hosts_of(world: World, bind: str | None, **options: object) -> HostsConfig |
 
 
 def follow(world: World, bind: str | None, run_dir: Path) -> int:
-    """Be one of the other processes until the job is over; returns its exit code."""
+    """Wait as one of the other processes until the job is over; returns its exit code."""
     if world.local_rank > 0:
         return _wait_for_first(world)
     from shoal.cluster.hosts import opening
@@ -88,7 +88,7 @@ def follow(world: World, bind: str | None, run_dir: Path) -> int:
 
 @contextlib.contextmanager
 def leading(world: World) -> Iterator[list[int]]:
-    """Tell the other processes of this machine, at the end, the exit code that was appended."""
+    """Context that sends the appended exit code to this machine's other processes at its end."""
     ended: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
@@ -125,7 +125,7 @@ def _wait_for_first(world: World) -> int:
                     ) from None
                 time.sleep(0.1)
                 continue
-            # Any user can take a name of the kernel's name space, and would say how the job ended.
+            # Any user can take an abstract socket name, and could then report a false exit code.
             if (uid := unix.peer_of(first).uid) != os.getuid():
                 raise ClusterError(
                     f"a process of user {uid} listens in place of rank {world.rank - world.local_rank}, the first process of "
@@ -139,7 +139,7 @@ def _wait_for_first(world: World) -> int:
 
 
 def _meeting() -> str:
-    """Name by which the processes of one launcher on one machine find each other: they have the same parent."""
+    """Socket name by which the processes of one launcher on one machine find each other: they have the same parent."""
     parent = os.getppid()
     return f"shoal-world-{os.getuid()}-{parent}-{system.start_of(parent)}"
 

@@ -1,9 +1,8 @@
 """Ledger entries in the journal: samples trained by each rank, one entry per stretch, never one per step.
 
-In the exact strategies rank 0's Trainer reports where it begins and how far it
-has come, with each worker's share. Where ranges are leased, the coordinator
-writes which worker finished which; who computed their batches is in the
-workers' own files (`trained_file.py`).
+In the exact strategies rank 0's Trainer reports where it begins and how far it has come, with each
+worker's share. With leased ranges the coordinator records which worker finished which; the workers'
+own files (`trained_file.py`) record who computed their batches.
 """
 
 from __future__ import annotations
@@ -25,28 +24,27 @@ class TrainedStretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start: Count
     stop: Count
     samples: list[Count]
-    batches: list[Count]  # in which it had a part
+    batches: list[Count]  # batches it took part in
 
 
 class TrainingBegan(_Fact, frozen=True, tag="training-began"):
-    """A fit trains from here on. Anything it, or a later call, had trained beyond this point no longer counts."""
+    """A fit trains from here on. Training beyond this point by it, or by a later call, no longer counts."""
 
     call: Count
     trainer: Count
-    data: str  # the same where the data are the same
+    data: str  # identity of the data
     epoch: Count
     start: Count
     num_samples: Count | None  # of an epoch, that are to be trained; None for a stream
     num_workers: Count
     sharding: str
     batch_size: Count = 0  # 0 where batches are of any size
-    num_left_out: Count = 0  # of an epoch: of a last batch that is not full
+    num_left_out: Count = 0  # per epoch: samples of an incomplete last batch
     is_leased: bool = False
-    again: list[tuple[Count, Count, Count]] = []  # (epoch, start, stop) that had been trained, and is lost
+    again: list[tuple[Count, Count, Count]] = []  # (epoch, start, stop) trained before, and lost
     before: TrainedStretch | None = None  # the last of this epoch before `start`, where a checkpoint knows it
-    kept: list[
-        tuple[Count, Count, Count]
-    ] = []  # leased: (epoch, start, stop) beyond `start` that a checkpoint has
+    # Leased: (epoch, start, stop) beyond `start` that a checkpoint has.
+    kept: list[tuple[Count, Count, Count]] = []
 
 
 class TrainingReached(_Fact, frozen=True, tag="training-reached"):
@@ -55,11 +53,11 @@ class TrainingReached(_Fact, frozen=True, tag="training-reached"):
     call: Count
     epoch: Count
     stretch: TrainedStretch
-    is_end: bool = False  # of the epoch
+    is_end: bool = False  # end of the epoch
 
 
 class RangesTrained(_Fact, frozen=True, tag="ranges-trained"):
-    """These ranges, (start, stop) each, are done; the worker that reports them need not have trained all of them."""
+    """These ranges, (start, stop) each, are done; the reporting worker need not have trained all of them."""
 
     call: Count
     rank: Count
@@ -89,7 +87,7 @@ LedgerFact: TypeAlias = TrainingBegan | TrainingReached | RangesTrained | EpochL
 
 
 def of_event(kind: str, rank: int, facts: dict[str, Any]) -> LedgerFact | None:
-    """Ledger entry of a worker's event; None where there is none."""
+    """Ledger entry of a worker's event; None if it has none."""
     if kind != "sample skipped":
         return None
     known: dict[str, Any] = {"type": "sample-skipped", "rank": rank}

@@ -1,18 +1,15 @@
 """Ledger of a run: which worker trained which samples, and whether each sample of an epoch was trained once.
 
-Pure. Journal entries are taken in the order in which they were written, over
-all launches of a run. A fit that begins, from a checkpoint say, voids what it or
-a later call had trained beyond that point: those samples are trained again, and
-their first results are in no weights.
+Pure. Journal entries are processed in the order in which they were written, over all launches of a
+run. A fit that begins, for example from a checkpoint, voids training by it or a later call beyond
+that point: those samples are trained again, and their first results are in no weights.
 
-Leased ranges need attribution, because their batches are pushed by whichever
-worker holds the lease. The workers' own files (`trained_file.py`) and the
-coordinator's entries are put together per attempt of a call: from where it
-begins, or restarts from a checkpoint, to where it ends or restarts again.
-Within an attempt a batch counts by one push, which its worker knows by the
-servers' answer. A worker that was killed before the answer is believed where
-others found its push to count already, where the range is done, or where a
-checkpoint has it.
+Leased ranges need attribution, because whichever worker holds the lease pushes their batches. The
+workers' own files (`trained_file.py`) and the coordinator's entries are combined per attempt of a
+call: from its beginning, or restart from a checkpoint, to its end or next restart. Within an
+attempt a batch counts by one push, which its worker knows from the servers' answer. A push of a
+worker that was killed before the answer counts if another worker found it applied already, if the
+range is done, or if a checkpoint includes it.
 """
 
 from __future__ import annotations
@@ -54,7 +51,6 @@ def merged(ranges: Iterable[Range]) -> Iterator[Range]:
 
 
 def both(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
-    """Intersection."""
     left, right = list(merged(some)), list(merged(others))
     found, i, j = list[Range](), 0, 0
     while i < len(left) and j < len(right):
@@ -103,10 +99,10 @@ class SettledEpoch:
 
     counted: list[RankRange] = field(default_factory=list)
     lost: list[RankRange] = field(default_factory=list)
-    """Pushed, and not in the checkpoint from which the call began anew."""
+    """Pushed, and not in the checkpoint from which the call restarted."""
 
     num_repeated: int = 0
-    """Samples that were computed when they counted already: the result was not used."""
+    """Samples computed after they counted already: the result was not used."""
 
 
 @dataclass(slots=True)
@@ -186,9 +182,8 @@ def _settle_epoch(
             found.lost += [RankRange(each.rank, *part) for part in minus(rest, known)]
             taken += minus(rest, known)
     unknown = minus(((piece.start, piece.stop) for piece in done), taken)
-    for piece in (
-        done if unknown else []
-    ):  # no worker has a file of it: attributed to the one that finished it; where two did, to both
+    # No worker has a record of it: attributed to the one that finished it; if two did, to both.
+    for piece in done if unknown else []:
         found.counted += [RankRange(piece.rank, *part) for part in both([(piece.start, piece.stop)], unknown)]
     return found
 
@@ -215,7 +210,7 @@ class SampleSpan:
     num_workers: int
     sharding: str
     by_rank: dict[int, RankTotals]
-    """Empty where it is not known who of them had how much."""
+    """Samples per rank; empty if unknown."""
 
     batch_size: int = 0
 
@@ -227,7 +222,7 @@ class SampleSpan:
         if (start, stop) == (self.start, self.stop):
             return self
         (only,) = self.by_rank if len(self.by_rank) == 1 else (None,)
-        # One worker's range is its range; of several together it is not known who had how much of a part.
+        # A single worker's part is known; how several together shared a part is not.
         kept = (
             {only: RankTotals(num_batches(start, stop, self.batch_size), stop - start)}
             if only is not None
@@ -252,13 +247,13 @@ class Epoch:
     """That are to be trained; None for a stream."""
 
     num_left_out: int = 0
-    """Beyond those: of a last batch that is not full, where the user left it out."""
+    """Samples of an incomplete last batch that the user chose to drop."""
 
     spans: list[SampleSpan] = field(default_factory=list)
     """Ranges that count, in training order."""
 
     again: list[SampleSpan] = field(default_factory=list)
-    """Ranges that were trained, lost with a job that died, and must be trained again."""
+    """Ranges trained, lost with a dead job, and trained again."""
 
     skipped: set[int] = field(default_factory=set)
     """Numbers of samples that were bad and left out."""
@@ -267,7 +262,7 @@ class Epoch:
     """Samples of ranges that two workers were given; the first result counted."""
 
     num_repeated: int = 0
-    """Samples that were computed when they counted already; nothing came of it."""
+    """Samples computed after they counted already; the result was dropped."""
 
     end: int | None = None
     """Its end, once it is over."""
@@ -329,8 +324,8 @@ class Ledger:
     """Records in the workers' own files, over all launches."""
 
     _began: dict[int, tuple[int, TrainingBegan]] = field(default_factory=dict)  # by call: launch and fact
-    _newest: int | None = None  # call
-    _lives: list[CallAttempt] = field(default_factory=list)  # that are not settled
+    _newest: int | None = None  # newest call
+    _lives: list[CallAttempt] = field(default_factory=list)  # attempts not settled yet
     _joined: tuple[int, dict[int, int]] = (0, {})  # the launch, and by rank the newest incarnation
 
     def joined(self, launch: int, rank: int, incarnation: int) -> None:
@@ -412,7 +407,7 @@ class Ledger:
         for life in self._lives:
             joined = self._joined[1] if self._joined[0] == launch == life.launch else None
             goes_back = began.call <= life.began.call
-            if joined is not None and goes_back:  # by now all workers are other ones
+            if joined is not None and goes_back:  # by now all workers have been replaced
                 joined = {rank: incarnation - 1 for rank, incarnation in joined.items()}
             self._settle(life, joined, began if goes_back else None)
         self._lives.clear()
@@ -438,7 +433,7 @@ class Ledger:
         return self._span(life.launch, life.began.call, start, stop, {rank: had}, life.began)
 
     def _void(self, epoch: Epoch, began: TrainingBegan) -> None:
-        """Move out the spans beyond where a fit begins."""
+        """Move the spans beyond the start of a fit to `again`."""
         kept: list[SampleSpan] = []
         for span in epoch.spans:
             own = [(span.start, span.stop)]
@@ -480,7 +475,7 @@ class Ledger:
             if (each.launch, each.call, each.start) == (launch, call, stretch.start)
         ]
         if same and same[0].stop > stretch.stop:
-            return  # told again, by a replacement
+            return  # repeated by a replacement
         epoch.spans = [each for each in epoch.spans if each not in same]
         epoch.spans.append(span)
 
@@ -506,7 +501,7 @@ class Ledger:
         )
 
     def _epoch(self, call: int, number: int, num_workers: int) -> Epoch:
-        if call not in self._began:  # the worker that reports it died before it could
+        if call not in self._began:  # the worker died before it reported the beginning
             began = TrainingBegan(
                 call=call,
                 trainer=0,

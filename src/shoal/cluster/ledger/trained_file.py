@@ -1,11 +1,10 @@
 """Trained batches of one worker under a relaxed strategy: a small file of its own in the run directory.
 
-The journal has the ranges that are done. Who computed which batches of them,
-and which of those counted, only the workers know, and a worker may be killed at
-any moment, all of them together too. So each writes it down where a kill cannot
-undo it: before its push may count, and when it has the servers' answer.
-Neighbouring batches share an entry, so there are about as many as leases; a
-batch costs two small writes.
+The journal has the finished ranges. Only the workers know who computed which of their batches, and
+which of those counted; and any worker, or all together, may be killed at any moment. So each worker
+records it in a file that survives a kill: before its push may count, and when it has the servers'
+answer. Neighbouring batches share an entry, so there are about as many entries as leases; a batch
+costs two small writes.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ from shoal.config.job import Job
 
 FOLDER = "trained"
 _NAME = "[0-9]*-[0-9]*-[0-9]*"  # launch, rank, incarnation
-_ENTRY = struct.Struct(
-    "<IIQQIxxxx"
-)  # 32 bytes: none lies across two pages, so each is written whole or not at all
+# 32 bytes: no entry crosses a page, so each is written completely or not at all.
+_ENTRY = struct.Struct("<IIQQIxxxx")
 
 
 class PushOutcome(IntEnum):
     """Result of a push."""
 
     COUNTED = 1
-    KNOWN = 2  # the servers had it from somebody else
-    PUSHED = 3  # it may have counted or not: the push was not acknowledged, or sent twice
+    KNOWN = 2  # another worker's push had been applied
+    PUSHED = 3  # may have counted or not: the push was not acknowledged, or was sent twice
 
 
 class Trained(NamedTuple):
@@ -76,8 +74,8 @@ class TrainedFile:
             and (last[0], last[1], last[3], last[4]) == (call, epoch, start, outcome)
             and outcome is not PushOutcome.PUSHED
         ):
-            # The long one first: killed in between, the same batch is in both, which says nothing more.
-            # What stays behind it is overwritten by the next.
+            # The merged entry first: a kill in between leaves the same batch in both, which is harmless.
+            # The stale entry behind it is overwritten by the next.
             self._last = (*last[:3], stop, outcome)
             self._write(self._num - 1, self._last)
             return

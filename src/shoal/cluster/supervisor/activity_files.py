@@ -29,7 +29,7 @@ FOLDER = "activity"
 MAX_LINES = 4096
 MAX_LINE_BYTES = 256 * 1024
 NUM_DELAYS = 64
-"""Of a host's newest lines: the fastest of them tells how its clock stands, up to the time a message takes."""
+"""Newest lines of a host whose smallest delay gives its clock error, up to a message's latency."""
 
 _SUMMED = ("interval_s", "steps", "samples", "cpu_s", "requests", "dropped")
 _COUNTED = ("seconds", "bytes", "staleness", "cache")
@@ -55,8 +55,8 @@ class ActivityFiles:
                 facts["clock_s"] = round(self._clock_error(host, float(facts["at"])), 6)
                 facts["at"] = round(facts["at"] + facts["clock_s"], 3)
         except (msgspec.DecodeError, TypeError, KeyError, ValueError):
-            return  # of a script that wrote to a descriptor it did not open
-        with contextlib.suppress(Exception):  # whatever a script says there, the supervisor goes on
+            return  # from a script that wrote to a descriptor it did not open
+        with contextlib.suppress(Exception):  # nothing that a script sends may stop the supervisor
             file, num_lines = self._open(process)
             file.write(msgspec.json.encode(facts) + b"\n")
             self._files[process] = (file, num_lines + 1)
@@ -99,7 +99,7 @@ class ActivityFiles:
 
 
 class StatusLine:
-    """The supervisor's end of a server's or the coordinator's status socket, on which they tell their activity."""
+    """The supervisor's end of a status socket, on which a server or the coordinator reports activity."""
 
     def __init__(
         self,
@@ -113,12 +113,12 @@ class StatusLine:
         self._files, self._selector = files, selector
         self._process, self._incarnation, self._host = process, incarnation, host
         self._ours, self.theirs = system.packet_pair()
-        """`theirs` goes to the child, and is closed here once it is forked."""
+        """`theirs` goes to the child, and is closed here after the fork."""
         self._ours.setblocking(False)
         selector.register(self._ours, selectors.EVENT_READ, self)
 
     def attend(self) -> None:
-        """Write what was said; unregister where nobody is there any more."""
+        """Write received lines; unregister the socket when its process is gone."""
         if not self._take():
             self._selector.unregister(self._ours)
 
@@ -160,7 +160,7 @@ def _lines(raw: bytes) -> list[dict[str, Any]]:
 
 
 def halved(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours as one line each. Lines of two incarnations are never merged: a death stays visible."""
+    """Neighbouring lines merged in pairs. Lines of two incarnations are never merged: a death stays visible."""
     kept: list[dict[str, Any]] = []
     first: dict[str, Any] | None = None
     for line in lines:
@@ -170,7 +170,7 @@ def halved(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             try:
                 kept.append(merged(first, line))
             except (TypeError, AttributeError, ValueError, ArithmeticError):
-                kept.append(line)  # one of them is no line of ours; the file is halved all the same
+                kept.append(line)  # one of them is invalid; the file is halved all the same
             first = None
         else:
             kept.append(first)
@@ -179,7 +179,7 @@ def halved(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """One line over both intervals: sums, the larger of two sizes, and otherwise what the later one says."""
+    """One line over both intervals: sums, the larger of two sizes, and otherwise the later value."""
     line = {**first, **second}
     for key in _SUMMED:
         if key in line:

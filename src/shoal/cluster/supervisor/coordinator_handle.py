@@ -1,8 +1,7 @@
 """Coordinator as its supervisor sees it: process, listening socket, log, heartbeat and messages both ways.
 
-The listening socket is the supervisor's, so a restarted coordinator serves the
-same address, and no client is turned away meanwhile. `job_lifecycle.py` decides
-whether it is restarted.
+The listening socket is the supervisor's, so a restarted coordinator serves the same address, and
+clients that connect meanwhile wait. `job_lifecycle.py` decides whether it is restarted.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ CONNECT_TIMEOUT_S = 1.0
 
 
 class CoordinatorHandle:
-    """One coordinator after the other, at one address."""
+    """Successive coordinators of one job, at one address."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class CoordinatorHandle:
         activity: ActivityFiles,
         tcp_listener: socket.socket | None = None,
     ) -> None:
-        """`tcp_listener` is where processes of other hosts come."""
+        """`tcp_listener` accepts processes of other hosts."""
         self._tcp_listener = tcp_listener
         self.pid: int | None = None  # while it lives
         self._spec, self._title, self._warm, self._selector = spec, title, warm, selector
@@ -67,8 +66,8 @@ class CoordinatorHandle:
         self._pipe: Pipe | None = None
         self._line: socket.socket | None = None
         self._decoder = Decoder()
-        self._facts: dict[object, Message] = {}  # the newest of each kind, for one that is started anew
-        self._notes: list[Noted] = []  # for the ledger, and not known to be written down
+        self._facts: dict[object, Message] = {}  # newest of each kind, for a restarted coordinator
+        self._notes: list[Noted] = []  # for the ledger, and not acknowledged as written
         self._num_notes = 0
         self._heard_at = self._heartbeat_at = 0.0
 
@@ -120,7 +119,7 @@ class CoordinatorHandle:
         return self._log.last_lines()
 
     def tell(self, fact: Reaped | Saved | ReapedServer) -> None:
-        """Send a fact, now and again to every coordinator that is started later."""
+        """Send a fact, now and again to every restarted coordinator."""
         match fact:
             case Reaped(rank):
                 self._facts[("reaped", rank)] = fact
@@ -131,13 +130,13 @@ class CoordinatorHandle:
         self._say(fact)
 
     def note(self, note: Noted) -> None:
-        """Have an entry written into the ledger, also if the coordinator dies before it is written."""
+        """Send a ledger entry; it is kept until the coordinator has written it."""
         self._num_notes += 1
         self._notes.append(msgspec.structs.replace(note, serial=self._num_notes))
         self._say(self._notes[-1])
 
     def ask_to_scale(self, num_servers: int) -> bool:
-        """Ask for another number of servers; False where there is no connection at present."""
+        """Ask for another number of servers; False without a connection."""
         self._say(ScaleServers(num_servers))
         return self._line is not None
 
@@ -162,7 +161,7 @@ class CoordinatorHandle:
         return received
 
     def tick(self) -> float | None:
-        """Send the heartbeat that is due, kill a silent coordinator; returns the seconds until the next call."""
+        """Send the heartbeat when due, kill a silent coordinator; returns the seconds until the next call."""
         if self.pid is None:
             return None
         now = time.monotonic()
@@ -198,10 +197,10 @@ class CoordinatorHandle:
         self.close()
 
     def _write_notes(self) -> None:
-        """Write what the coordinator did not, now that nobody else has the journal."""
+        """Write entries that the coordinator did not: the journal is free now."""
         if not self._notes or not self._spec.journal:
             return
-        with contextlib.suppress(JournalFailed):  # as on a full disk: the job has ended all the same
+        with contextlib.suppress(JournalFailed):  # for example a full disk: the job has ended all the same
             journal = Journal(Path(self._spec.journal), launch=self._spec.launch)
             try:
                 num_noted = journal.load().num_noted
@@ -211,7 +210,7 @@ class CoordinatorHandle:
 
     def _watch(self) -> None:
         self._heartbeat_at = time.monotonic()
-        # Should too many wait to be let in, it is tried again at the next tick.
+        # If the listener's queue is full, the next tick tries again.
         with contextlib.suppress(OSError):
             self._line = unix.connect(system.path_of_way(self.way_in), timeout_s=CONNECT_TIMEOUT_S)
             self._line.setblocking(False)

@@ -1,8 +1,8 @@
 """Failures of a script: from an exception in a worker to a message, and from the message to an error.
 
-The user's own error is shown as without shoal: the traceback begins at their
-script, and shoal's frames between their calls and their code are left out.
-shoal's errors are paragraphs; only their class, text and plain facts travel.
+The user's own error is shown as without shoal: the traceback begins at their script, and shoal's
+frames between their calls and their code are left out. shoal's errors are paragraphs; only their
+class, text and plain attributes are sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.runtime.transport.messages.supervisor import Failed
 from shoal.runtime.user_frames import hide_ours, last_user_line
 
 MAX_TEXT_CHARS = 12_000
-"""Of each text of a Failed, which must fit a packet. The middle is left out: that of a recursion says nothing new."""
+"""Limit for each text of a Failed, which must fit a packet. The middle is cut: in a recursion it repeats itself."""
 
 _SIZES = re.compile(r"gloo.* (\d+) vs (\d+)\. Received data size doesn't match")
 _SHOAL = os.path.dirname(os.path.abspath(shoal.__file__)) + os.sep
@@ -73,7 +73,7 @@ def to_error(failed: Failed, *, num_workers: int) -> ShoalError:
     kind = _error_named(failed.error)
     if failed.kind == "script" or kind is None:
         return ScriptFailed(rank=failed.rank, traceback=failed.traceback, num_workers=num_workers)
-    # Not through __init__: the paragraph is written already, and its parameters differ from class to class.
+    # Not through __init__: the paragraph is complete, and the parameters differ from class to class.
     error = kind.__new__(kind)
     error.args = (failed.message,)
     for name, value in json.loads(failed.facts).items():
@@ -94,7 +94,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def without_launcher(lines: list[str]) -> list[str]:
-    """Stack of a crashed interpreter without our part of it and the list of loaded modules."""
+    """Stack of a crashed interpreter without shoal's frames and the list of loaded modules."""
     launcher = ('  File "<frozen runpy>"', f'  File "{_SHOAL}cluster{os.sep}', "Extension modules:")
     return [line for line in lines if not line.startswith(launcher)]
 
@@ -134,7 +134,9 @@ def _came_from_a_peer(error: BaseException) -> bool:
 
 
 def _came_from_a_backend(error: BaseException) -> bool:
-    """Whether it is what torch raises where a connection of a process group breaks. gloo's have no class of their own."""
+    """Whether torch raises this error when a connection of a process group breaks. gloo's errors have
+    no class of their own.
+    """
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
@@ -158,7 +160,7 @@ def _words(error: BaseException) -> str:
 
 
 def _cut(text: str) -> str:
-    text = text.encode(errors="backslashreplace").decode()  # a file's name in it need not be text
+    text = text.encode(errors="backslashreplace").decode()  # a file name in it need not be text
     if len(text) <= MAX_TEXT_CHARS:
         return text
     half = MAX_TEXT_CHARS // 2

@@ -4,9 +4,9 @@
     others' stdout                        log
     everybody's stderr  screen, "[rank 1] " before each line (bare with one worker)      log
 
-The log gets the bytes as they come. The screen gets whole lines where several
-writers share it; a line that never ends is cut, so it does not fill the
-memory. Nothing here decodes: bytes that are no text pass through.
+The log gets the bytes as they come. The screen gets whole lines if several writers share it; an
+endless line is split, so it does not fill the memory. Nothing here decodes: bytes that are no text
+pass through.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shoal.runtime import own_files
 MAX_LINE_BYTES = 64 * 1024
 READ_BYTES = 64 * 1024
 MAX_LAST_READS = 16
-"""More than a pipe can hold: what comes after that was written by somebody else."""
+"""More than a pipe can hold: later bytes come from another writer."""
 
 TAIL_BYTES = 16 * 1024
-"""Of a log, kept at hand for `last_lines`: a crashed interpreter's stack, and what was said before it."""
+"""Bytes of a log kept in memory for `last_lines`: a crashed interpreter's stack, and the output before it."""
 
 
 class Screen(Protocol):
@@ -45,8 +45,8 @@ class Screen(Protocol):
 class LineCutter:
     """Splits bytes into whole lines, each with a prefix.
 
-    What a carriage return would overwrite (a progress bar) is left out, as
-    a terminal would show it: only the last state of such a line is given.
+    Text that a carriage return would overwrite (a progress bar) is left out, as on a terminal: only
+    the last state of such a line is given.
     """
 
     def __init__(self, prefix: bytes = b"") -> None:
@@ -69,9 +69,7 @@ class LineCutter:
 
 
 def _after_overwriting(line: bytes) -> bytes:
-    body = (
-        line[:-1] if line.endswith(b"\r") else line
-    )  # the \r of \r\n, or of a bar that is drawn again later
+    body = line[:-1] if line.endswith(b"\r") else line  # the \r of \r\n, or of a bar that is redrawn later
     return line[body.rfind(b"\r") + 1 :]
 
 
@@ -80,7 +78,7 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO | None = None
-        with contextlib.suppress(OSError):  # as in write(): somebody may have removed the run's directory
+        with contextlib.suppress(OSError):  # as in write(): the run's directory may have been removed
             fd = own_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             self._file = open(fd, "ab", buffering=0)  # noqa: SIM115  closed in close()
         self._tail = b""
@@ -116,7 +114,7 @@ class Pipe:
         return self._fd
 
     def pump(self) -> bool:
-        """Forward one piece of output; False where there was none."""
+        """Forward one piece of output; False if there was none."""
         try:
             data = os.read(self._fd, READ_BYTES)
         except BlockingIOError:
@@ -139,7 +137,7 @@ class Pipe:
 
 
 def stdout_pipe(fd: int, log: Log, screen: Screen, *, rank: int, shown_rank: int = 0) -> Pipe:
-    """A worker's stdout: rank 0's, or that of the rank that is debugged, is the job's own; the others' goes to their logs."""
+    """A worker's stdout: rank 0's, or the debugged rank's, is shown; the others' goes to their logs."""
     if rank != shown_rank:
         return Pipe(fd, log)
     return Pipe(fd, log, screen.out, None if screen.takes_parts else LineCutter())

@@ -1,9 +1,8 @@
-"""First calls whose cost is paid once, in the warm parent, and not by every process that is forked from it.
+"""First calls whose cost the warm parent pays once, instead of every process forked from it.
 
-numba and torch fill tables of Python objects when a compiled loop or an
-optimizer is used for the first time. In a child that writes to pages which it
-shares with its parent until then: 14 MiB of a server's own memory for the
-first loop, 3 MiB for the first step of an optimizer, and the time for both.
+numba and torch fill tables of Python objects when a compiled loop or an optimizer is used for the
+first time. In a child this copies pages shared with its parent: 14 MiB of a server's own memory for
+the first loop, 3 MiB for the first step of an optimizer, and the time for both.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ def _length(numbers: Any) -> int:
 
 
 def make() -> None:
-    """Make them. Only where compiled loops are wanted: this imports numba."""
+    """Make the first calls. Only with compiled loops: this imports numba."""
     import torch
 
     _length(np.zeros(1, np.int64))
     if any(getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu")):
-        # Built for an accelerator: an optimizer's first step asks whether there is one, and the driver that answers
-        # starts a thread. After that nothing could be forked, and no child could use the device.
+        # Built for an accelerator: an optimizer's first step asks whether there is one, and the driver's
+        # answer starts a thread. After that, no fork is possible and no child could use the device.
         return
     for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam):
         one = torch.zeros(1)

@@ -1,7 +1,7 @@
 """Servers of a job as their supervisor sees them: processes, addresses, scaling, and news from the coordinator.
 
-Decides nothing about the job's course (`job_lifecycle.py`) and nothing about
-slots (the coordinator's `server_group.py`).
+Does not decide about the job's course (`job_lifecycle.py`) or about slots (the coordinator's
+`server_group.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NUM_LAST_LINES = 8
 """Of a dead server's log, shown where its death ends the job."""
 
 LEASES_EVERY_S = 1.0
-"""Between two lines of events.jsonl that tell how leases stand."""
+"""Interval between lines of events.jsonl about leases."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class ServerProcesses:
     ) -> None:
         self.living: dict[int, ServerHandle] = {}  # by pid
         self._activity = activity
-        self._newest: dict[int, int] = {}  # number -> the incarnation that was started last
+        self._newest: dict[int, int] = {}  # number -> incarnation started last
         self._spec, self._run, self._screen, self._hosts, self._selector = spec, run, screen, hosts, selector
         self._listeners: list[socket.socket] = []
         self._tcp_listeners: list[socket.socket] = []
@@ -114,7 +114,7 @@ class ServerProcesses:
     def start(
         self, number: int, incarnation: int, *, way_to_coordinator: int, coordinator: str
     ) -> ServerHandle | None:
-        """Fork a server on its host; None where that is not here. `coordinator` is the address of the coordinator for other hosts."""
+        """Fork a server on its host; None if that is absent. `coordinator` is the coordinator's address for other hosts."""
         host = self._hosts.place_server(number, [each.host for each in self.living.values()])
         if host is None:
             return None
@@ -169,7 +169,7 @@ class ServerProcesses:
         return self._newest.get(number, -1) + 1
 
     def exited(self, pid: int) -> ServerHandle | None:
-        """Close the handle of a process that exited; None where it was no server."""
+        """Close the handle of an exited process; None if it was no server."""
         server = self.living.pop(pid, None)
         if server is not None:
             for pipe in server.pipes:
@@ -224,8 +224,8 @@ class ServerSupervision:
             spec_for(spec), run=run, screen=screen, hosts=hosts, selector=selector, activity=activity
         )
         self._control = control
-        self._anew: dict[int, int] = {}  # by number: the incarnations with which the job last began anew
-        self._in_view: tuple[int, dict[int, int]] = (0, {})  # the newest view, and who is in it
+        self._anew: dict[int, int] = {}  # by number: the incarnations with which the job last restarted
+        self._in_view: tuple[int, dict[int, int]] = (0, {})  # newest view, and its members
         self.is_scaling = False
         self._leases_noted_at = 0.0
         self._drained: dict[int, int] = {}  # rank: its incarnation
@@ -265,21 +265,21 @@ class ServerSupervision:
         self._feed(lifecycle.ServerStarted(number, incarnation))
 
     def place_homeless(self) -> None:
-        """Start those that wait for their service, where it has joined."""
+        """Start servers that waited for their service, once it has joined."""
         for number, incarnation in sorted(self.homeless.items()):
             self.start(number, incarnation)
 
     def start_anew(self, incarnations: dict[int, int]) -> None:
-        """Restart the servers that are still wanted, of those that were killed together."""
+        """Restart the servers that are still wanted, after all were killed together."""
         self._anew = dict(incarnations)
         for number, incarnation in sorted(incarnations.items()):
             if number < self._num_servers:
                 self.start(number, incarnation)
 
     def _was_ended_with(self, view: int) -> bool:
-        """True where all servers of this view were killed when the job last restarted.
+        """True if all servers of this view were killed when the job last restarted.
 
-        One that was on its way then may have joined in time to be lost once more.
+        One that was starting then may have joined in time to be reported lost again.
         """
         known, incarnations = self._in_view
         return (
@@ -294,7 +294,7 @@ class ServerSupervision:
                 self._hosts.signal(server.pid, signal.SIGKILL)
 
     def exited(self, pid: int, code: int) -> bool:
-        """Handle the exit of a process; False where it was no server."""
+        """Handle the exit of a process; False if it was no server."""
         server = self._processes.exited(pid)
         if server is None:
             return False
@@ -316,7 +316,7 @@ class ServerSupervision:
                 self._run.event("suspect", server=number, incarnation=incarnation, why=why, killed=True)
                 self._feed(lifecycle.ServerSuspected(number, incarnation, why))
             case SlotsLost(_, view) if self._was_ended_with(view):
-                pass  # of servers that were started before everybody was ended: it is dealt with
+                pass  # about servers from before the restart, which has dealt with them
             case SlotsLost(_, view, num_slots, servers, None):
                 self._run.event("slots-lost", view=view, slots=num_slots, servers=servers)
                 self._feed(lifecycle.StateLost(tuple(servers)))
@@ -329,13 +329,13 @@ class ServerSupervision:
             case ScaleRefused():
                 self._answer(message, is_last=True)
             case ServersScaled(_, num_servers):
-                # What is beyond holds nothing any more.
+                # Servers beyond this number hold nothing any more.
                 self.kill(tuple(each.number for each in self.living.values() if each.number >= num_servers))
                 if self.is_scaling:
                     self.is_scaling = False
                     self._answer(message, is_last=True)
             case WorkerDrained(rank, incarnation, samples_per_s, others, slower_than):
-                if self._drained.get(rank) != incarnation:  # else said again, by one that was started again
+                if self._drained.get(rank) != incarnation:  # else repeated by a restarted coordinator
                     self._drained[rank] = incarnation
                     self._event_of_pace(
                         "worker-drained", rank, samples_per_s, others, slower_than=slower_than
@@ -390,7 +390,7 @@ class ServerSupervision:
     def _scale(self, num_servers: int) -> None:
         before, self._num_servers = self._num_servers, num_servers
         if num_servers == before:
-            return  # said again, by a coordinator that was started again
+            return  # repeated by a restarted coordinator
         self.is_scaling = True
         self._outcome.num_servers = num_servers
         self._run.event("servers-scaled", before=before, now=num_servers)

@@ -1,8 +1,8 @@
-"""The supervisor's handle on its warm parent: start it, fork, signal, hear of deaths.
+"""The supervisor's handle on its warm parent: start, fork, signal, exits.
 
-Who is forked when, and what a death means, is the supervisor's business. One
-warm parent may serve many launches, one after the other: everything a child
-needs comes with the fork, so importing torch is paid once.
+The supervisor decides when to fork and how to react to a death. One warm parent may serve many
+launches, one after the other: everything a child needs comes with the fork, so the import of torch
+is paid once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.runtime.forkserver.messages import ChildExited, ServerReady, file_wit
 from shoal.runtime.signal_names import signal_name
 
 START_TIMEOUT_S = 300.0
-"""Kernels are compiled the first time on a machine: some 20 s of one core, and a minute where it is busy."""
+"""Kernels are compiled the first time on a machine: some 20 s of one core, and a minute under load."""
 
 FORK_TIMEOUT_S = 30.0
 
@@ -34,15 +34,15 @@ FORK_TIMEOUT_S = 30.0
 class WarmParent:
     """A process that has imported torch and forks on demand.
 
-    Importing takes seconds and starts at once; `fork` waits for its end. Use
-    it as a context manager, or `close` it: closing ends every child there is.
+    Importing takes seconds and starts at once; `fork` waits for its end. Use it as a context
+    manager, or `close` it: closing ends all its children.
     """
 
     def __init__(self, job: str = "", *, preload: Sequence[str] = ()) -> None:
         """`preload`: modules to import beside the usual ones; see `roles.preload_for`."""
         self._start_by = time.monotonic() + START_TIMEOUT_S
         self._in_use = threading.Lock()
-        # Its own complaints matter only where it does not come up: `_gone` quotes them.
+        # Its own error output matters only if it does not come up: `_gone` quotes it.
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         ours, theirs = system.packet_pair()
         self._server = ForkClient(ours)
@@ -65,17 +65,17 @@ class WarmParent:
 
     @property
     def is_ready(self) -> bool:
-        """Has it imported everything, as far as `exits` or `fork` have heard?"""
+        """Whether it has imported everything, as far as `exits` or `fork` have read."""
         return self._server.ready is not None
 
     @property
     def has_exits(self) -> bool:
-        """Deaths were heard of while an answer was waited for: a selector does not tell of those."""
+        """Exits read while waiting for an answer: a selector does not report those."""
         return self._server.has_exits
 
     @property
     def import_s(self) -> float:
-        """How long its imports took, once it is ready."""
+        """Seconds of its imports, once it is ready."""
         return self._server.ready.import_s if self._server.ready else 0.0
 
     def fileno(self) -> int:
@@ -84,7 +84,7 @@ class WarmParent:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Held by a launch: the deaths of its children must not reach another one."""
+        """Held by a launch: exits of its children must not reach another one."""
         if not self._in_use.acquire(blocking=False):
             raise ClusterError(
                 "this warm parent already serves a launch, and serves one at a time. Nothing was started; wait for "
@@ -96,7 +96,7 @@ class WarmParent:
             self._in_use.release()
 
     def seconds_to_start(self) -> float:
-        """How much longer its imports may take; WaitTimedOut when they took too long."""
+        """Time left for its imports; WaitTimedOut when they took too long."""
         left_s = self._start_by - time.monotonic()
         if left_s <= 0:
             raise _timed_out("starting a process that has torch imported", START_TIMEOUT_S)
@@ -134,7 +134,7 @@ class WarmParent:
             self._server.signal(pid, signum)
 
     def exits(self) -> list[ChildExited]:
-        """Deaths since the last look, in order. ClusterError when the warm parent itself is gone."""
+        """Exits since the last call, in order. ClusterError when the warm parent itself is gone."""
         was_ready = self.is_ready
         with self._errors_told():
             exited = self._server.exits()
@@ -203,14 +203,16 @@ def _timed_out(operation: str, waited_s: float) -> WaitTimedOut:
 
 
 def _interpreter_flags() -> list[str]:
-    """This interpreter's own flags, and none of the folder we happen to be in: a `random.py` there is not ours."""
+    """This interpreter's own flags, without the current folder on the path: a `random.py` there must
+    not shadow the library.
+    """
     own: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     return own if "-P" in own else [*own, "-P"]
 
 
 def _environment() -> dict[str, str]:
-    """Ours; with the way to shoal where it runs from its sources and not from an installation."""
-    # What torch's C++ would print when a peer is lost (pages, from every worker) is told by us in words.
+    """This environment; with the path of shoal if it runs from its sources."""
+    # shoal reports a lost peer itself; torch's C++ would print pages from every worker.
     ours = {"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ}
     home = os.path.dirname(os.path.dirname(os.path.abspath(shoal.__file__)))
     if os.path.basename(home) in ("site-packages", "dist-packages"):

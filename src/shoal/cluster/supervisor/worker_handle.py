@@ -66,7 +66,7 @@ class WorkerHandle:
             return False, None
         if packet is None:
             return False, None
-        # What is no message comes from a script that wrote to a descriptor it did not open.
+        # Other packets come from a script that wrote to a descriptor it did not open.
         with contextlib.suppress(WireError):
             return True, framing.decode(packet)[0]
         return True, None
@@ -99,11 +99,11 @@ def start(
     parent: WarmParent | RemoteHost,
     host: int,
 ) -> WorkerHandle:
-    """Fork a worker by `parent`, on `host`. `spec` is rank 0's; `ways_in` lead to the coordinator and the servers;
-    `master` is for rank 0.
+    """Fork a worker by `parent`, on `host`. `spec` is rank 0's; `ways_in` lead to the coordinator and
+    the servers; `master` is for rank 0.
 
-    A replacement begins with its output going to its log alone: it repeats
-    what was done before. It has the real pipes beside it, for when it has caught up.
+    A replacement's output goes to its log alone at first: it repeats earlier work. It also gets the
+    real pipes, for when it has caught up.
     """
     job = replace(spec.job, rank=rank, incarnation=incarnation)
     status, their_status = system.packet_pair()

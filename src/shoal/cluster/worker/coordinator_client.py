@@ -53,7 +53,7 @@ from shoal.runtime.transport.messages.worker_coordinator import (
 )
 
 GRACE_S = 5.0
-"""The coordinator ends a wait at its deadline; a client that hears nothing for so much longer gives up on it."""
+"""The coordinator ends a wait at its deadline; a client without an answer this much later gives up on it."""
 
 RETRY_S = 0.02
 
@@ -61,7 +61,7 @@ A = TypeVar("A", bound=Message)
 
 
 class Regrouping(Exception):
-    """Not an error: a view is being formed. Leave `view`, enter the next one, and ask again."""
+    """Internal: a view is being formed. Leave `view`, enter the next one, and ask again."""
 
     def __init__(self, view: int) -> None:
         self.view = view
@@ -69,17 +69,16 @@ class Regrouping(Exception):
 
 
 class JobOver(Exception):
-    """Not an error: all ranks had ended their scripts when this process came to replace one of them."""
+    """Internal: all ranks had ended their scripts when this process started as a replacement."""
 
 
 class CoordinatorClient:
-    """One connection, joined at birth. Threads may share it; their requests queue up.
+    """One connection, joined at construction. Threads may share it; their requests queue up.
 
-    A coordinator that is killed comes back at the same address, with all it
-    has promised: so where the connection breaks, another one is made and the
-    question repeated, which is safe for every message. A connection on which
-    an answer is outstanding is never used again: an answer that comes late
-    must not be taken for the answer to the next question.
+    A killed coordinator comes back at the same address, with all its promises: so when the
+    connection breaks, the client reconnects and repeats the request, which is safe for every
+    message. A connection with an outstanding answer is never used again: a late answer must not be
+    taken for the answer to the next request.
     """
 
     def __init__(
@@ -101,13 +100,13 @@ class CoordinatorClient:
             self._connect(f"rank {rank}'s join", max(liveness.reconnect_timeout_s, liveness.join_timeout_s))
 
     def request(self, message: Message, timeout_s: float | None) -> Message:
-        """Ask, and return the answer. Raises WaitTimedOut, CallsDiffer or CoordinatorLost where there is none.
+        """Send a request and return the answer. Raises WaitTimedOut, CallsDiffer or CoordinatorLost if there is none.
 
-        Without `timeout_s` the wait ends when the coordinator says so. That it
-        is at work, and not stuck, is its supervisor's to see to.
+        Without `timeout_s` the coordinator ends the wait. Its supervisor checks that it is at work,
+        and not stuck.
         """
         operation = f"rank {self.rank}'s {type(message).__name__}"
-        packet = b"".join(encode(message))  # first: what cannot be said leaves the connection as it is
+        packet = b"".join(encode(message))  # first: an encoding error leaves the connection usable
         started = time.monotonic()
         with self._lock:
             while True:
@@ -149,7 +148,8 @@ class CoordinatorClient:
                     raise ConnectionRefusedError("the connection is closed")
                 if left_s <= 0:
                     raise ConnectionRefusedError(f"it did not answer within {timeout_s:g} s")
-                # While it is down, the supervisor keeps its socket open: connecting succeeds, the answer comes later.
+                # While it is down, the supervisor keeps its socket open: connecting succeeds, the answer
+                # comes later.
                 self._sock = endpoint.connect(self.path, expect="coordinator", timeout_s=left_s)
                 answer = self._exchange(join, left_s)
             except (FileNotFoundError, ConnectionRefusedError, WireError) as error:
@@ -169,7 +169,7 @@ class CoordinatorClient:
     def begin_call(self, number: int, kind: str, detail: str) -> None:
         """Return once all ranks have begun this call, the `number`-th (from 1) of their scripts.
 
-        Raises Regrouping where somebody waits to enter a view: enter it, then ask again.
+        Raises Regrouping if a rank waits to enter a view: enter it, then ask again.
         """
         self._wait(BeginCall(self.rank, number, kind, detail), CallGranted)
 
@@ -182,9 +182,9 @@ class CoordinatorClient:
     ) -> ViewFormed:
         """Wait until every rank has come to the next view, and return it.
 
-        `view_left` is 0 and `finished` -1 for a process that was in no view yet;
-        `call` is the newest call it has begun, `waited_s` how long it waited for
-        the others in the exchange that broke, and `waited_in` which one that was.
+        `view_left` is 0 and `finished` -1 for a process that was in no view yet; `call` is the
+        newest call it has begun, `waited_s` the time it waited for the others in the exchange that
+        broke, and `waited_in` the name of that exchange.
         """
         enter = EnterView(self.rank, self.incarnation, view_left, finished, call, waited_s, waited_in)
         return self._wait(enter, ViewFormed)
@@ -213,7 +213,7 @@ class _Garbled(Exception):
 
 
 def _plain(answer: Message, operation: str, join_timeout_s: float) -> Message:
-    """The answer, or the error it stands for."""
+    """The answer, or the error that it encodes."""
     match answer:
         case CallRefused(number, calls):
             raise CallsDiffer(number=number, calls=calls)
@@ -231,7 +231,7 @@ class LeaseClient:
     """A worker's connections for servers and leases, opened when they are first used."""
 
     def __init__(self, job: Job) -> None:
-        jobs.share()  # the script's work is divided by leases
+        jobs.share()  # leases divide the script's work
         self._job = job
         self._clients: dict[str, CoordinatorClient] = {}
         self._lock = threading.Lock()
@@ -268,14 +268,15 @@ class LeaseClient:
     ) -> Leases | NoMoreLeases:
         """Report finished leases (all their pushes acknowledged), and return all leases that this worker holds now.
 
-        Ask for the servers first: who knows only a view that was lost is not heard.
+        Ask for the servers first: requests that name a lost view are not answered.
 
-        Waits at the end of an epoch, until others' leases are done or come back.
-        `first_epoch` and `done` (leases of that epoch) are where a checkpoint begins; the first worker
-        to ask decides them for the call. `below`: all leases below it are done, as far as is known here; where an epoch
-        has ended since, there may be an answer without a lease. `is_last` ends the call for all. `timeout_s` is step_timeout_s unless given. Raises WaitTimedOut, naming
-        who holds what is left.
-        `busy_s` is how long each of the finished took; `how` is what else AskLease says about handing out.
+        Waits at the end of an epoch, until others' leases are done or come back. `first_epoch` and
+        `done` (leases of that epoch) are the position of a checkpoint; the first worker to ask
+        decides them for the call. `below`: all leases below it are done, as far as known here; if
+        an epoch has ended since, the answer may have no lease. `is_last` ends the call for all.
+        `timeout_s` is step_timeout_s unless given. Raises WaitTimedOut, naming the holders of the
+        remaining leases. `busy_s` is the time each finished lease took; `how` holds the other
+        fields of AskLease.
         """
         job = self._job
         question = AskLease(
@@ -297,7 +298,7 @@ class LeaseClient:
             num_workers=num_workers,
             **how,
         )
-        # Another thread may be waiting on the line for leases.
+        # Another thread may be waiting on the lease connection.
         answer = self._client("last lease" if is_last else "leases").request(question, None)
         if isinstance(answer, LeaseRefused):
             raise ClusterError(
@@ -337,7 +338,7 @@ class CoordinatorAddressBook:
         _expect(self._client().request(StoreSet({name: address.encode()}), None), StoreDone)
 
     def lookup(self, name: str) -> str | None:
-        """None where it was never published."""
+        """Address of a rank; None if it was never published."""
         client = self._client()
         if not _expect(client.request(StoreCheck([name]), None), StoreFlag).value:
             return None

@@ -1,7 +1,7 @@
-"""Task process of `--strategy mapreduce`: the script once more, up to the end of one part of one round.
+"""Task process of `--strategy mapreduce`: the script run again, up to the end of one part of one round.
 
-`run_task` starts it, here or within a task of Ray or Spark, and is a function of
-the files in a folder: where the result is there already, nothing is run.
+`run_task` starts it, locally or within a task of Ray or Spark, and is a function of the files in a
+folder: if the result exists already, nothing is run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RoundTask:
 
 
 def run_task(task: RoundTask) -> None:
-    """Run a task to its end. TaskFailed where its process did not leave a result, with its last words."""
+    """Run a task to its end. TaskFailed, with its last output, if its process left no result."""
     if os.path.exists(task.result):
         return
     with open(task.log, "ab") as log:

@@ -1,9 +1,8 @@
 """torchrun's contract in a worker: its environment variables and its store.
 
-A script that calls `torch.distributed.init_process_group` runs under `shoal
-run` as under torchrun. One that neither does so nor divides its work through
-shoal would be run once per worker, with the same result each time: it is
-refused at its first optimizer step, or else at its end.
+A script that calls `torch.distributed.init_process_group` runs under `shoal run` as under torchrun.
+A script that neither does so nor divides its work through shoal would run once per worker, with the
+same result each time: it is refused at its first optimizer step, or else at its end.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ HOST = "127.0.0.1"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 _store: TCPStore | None = None
-"""The server half, in rank 0, for as long as the process lives: a script may form its group more than once."""
+"""The server half, in rank 0, for the life of the process: a script may form its group more than once."""
 
 _listener: int | None = None
-"""In rank 0, the socket of MASTER_PORT; closed where shoal itself connects the workers."""
+"""In rank 0, the socket of MASTER_PORT; closed when shoal itself connects the workers."""
 
 _is_closed = False
 _has_stepped = False
@@ -53,12 +52,12 @@ def environment(job: Job, port: int) -> dict[str, str]:
         "GROUP_RANK": str(job.host),
         "MASTER_ADDR": job.head_address or HOST,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": TORCHELASTIC_RUN_ID,  # Lightning's sign of torchrun
+        "TORCHELASTIC_RUN_ID": TORCHELASTIC_RUN_ID,  # Lightning detects torchrun by it
     }
 
 
 def watch(job: Job, *, script: str, port: int, listener: int | None) -> None:
-    """Notice how the script divides its work. `listener` is the socket of MASTER_PORT, where this rank serves it."""
+    """Detect how the script divides its work. `listener` is the socket of MASTER_PORT, in the rank that serves it."""
     global _listener
     _listener = listener
     _watch_rendezvous(port)
@@ -74,7 +73,7 @@ def refuse_undivided(job: Job, script: str, *, at_end: bool = True) -> None:
 
 
 def close_listener() -> None:
-    """Serve no store on MASTER_PORT: shoal connects the workers of this script, and an open listener serves nobody."""
+    """Serve no store on MASTER_PORT: shoal connects the workers of this script itself."""
     global _listener, _is_closed
     if _store is None:
         _is_closed = True
@@ -89,7 +88,8 @@ def has_stepped() -> bool:
 
 
 def _watch_rendezvous(port: int) -> None:
-    # Every process group is formed through here: the script, DeviceMesh, Accelerate, Lightning. shoal's own groups do not.
+    # Every process group is formed through here: by the script, DeviceMesh, Accelerate, Lightning; shoal's
+    # own groups are not.
     from torch.distributed import distributed_c10d
 
     c10d: Any = distributed_c10d
@@ -97,7 +97,7 @@ def _watch_rendezvous(port: int) -> None:
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
         _tell_own_group()
-        # Before gloo looks: otherwise it takes the interface that the host's name leads to.
+        # Before gloo reads it: otherwise it takes the interface that the host's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", system.LOOPBACK)
         asked = urlparse(url)
         asked_port = os.environ.get("MASTER_PORT") if asked.scheme == "env" else str(asked.port)
@@ -111,7 +111,7 @@ def _watch_rendezvous(port: int) -> None:
 
 @contextlib.contextmanager
 def _served(port: int) -> Iterator[None]:
-    """Serve the store on the supervisor's loopback socket, and have torch connect to it and not open one on all interfaces."""
+    """Serve the store on the supervisor's loopback socket; torch connects to it instead of opening one on all interfaces."""
     global _store
     from torch._C._distributed_c10d import TCPStore
 
@@ -149,9 +149,8 @@ def _refuse_at_first_step(job: Job, script: str) -> None:
         handle.remove()
         names = list(takewhile(last.__ne__, reversed(sys.modules)))
         of_script = [sys.modules[name] for name in names if name in sys.modules]
-        if not any(
-            map(_imports_shoal, [sys.modules["__main__"], *of_script])
-        ):  # one that does may come to it later
+        # A script that does may come to it later.
+        if not any(map(_imports_shoal, [sys.modules["__main__"], *of_script])):
             refuse_undivided(job, script, at_end=False)
 
     handle = register_optimizer_step_pre_hook(decide)
@@ -167,7 +166,7 @@ def _imports_shoal(module: ModuleType) -> bool:
 
 
 class _WatchedEnvironment(type(os.environ)):  # type: ignore[misc]  # os._Environ, by no public name
-    """Notices that the script's own code reads its rank: it divides its work by itself."""
+    """Environment that detects whether the script's own code reads its rank, and so divides its work itself."""
 
     __module__ = "os"  # where a script gets it from
 
@@ -180,7 +179,7 @@ class _WatchedEnvironment(type(os.environ)):  # type: ignore[misc]  # os._Enviro
 
 
 def _is_read_by_script() -> bool:
-    """Not by a library: many look for a rank only to decide who prints."""
+    """Whether the script reads it, not a library: many libraries read the rank only to decide who prints."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen"):
         frame = frame.f_back

@@ -41,17 +41,16 @@ class Traffic:
 
     def _sent(self, num_bytes: int) -> None:
         self.sent_bytes += num_bytes
-        # As much comes back: the sum.
+        # The sum of the same size comes back.
         RECORDER.sent += num_bytes
         RECORDER.received += num_bytes
 
 
 class Compressor(Protocol):
-    """Sums buckets of gradients, nearly.
+    """Sums buckets of gradients approximately.
 
-    `start` and `finish` are called for all buckets in the same order on every
-    rank. Nothing of its state changes before `commit`: a broken exchange is
-    retried from the same gradients.
+    `start` and `finish` are called for all buckets in the same order on every rank. Its state
+    changes only in `commit`: a broken exchange is retried from the same gradients.
     """
 
     traffic: Traffic
@@ -95,7 +94,7 @@ class Stateless:
 
 
 class ErrorFeedback:
-    """Base of compressors that add what a step did not send to the next step's gradient."""
+    """Base of compressors that add the unsent rest of a step to the next step's gradient."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()

@@ -110,6 +110,6 @@ class PowerSgd(ErrorFeedback):
     def _start_of(self, key: str, columns: int, like: Tensor) -> Tensor:
         if key in self._right and self._right[key].shape == (columns, self._rank):
             return self._right[key].to(like.device)
-        # The same on every rank, or the factors would be of nothing.
+        # Equal on every rank, or the factors would be meaningless.
         generator = torch.Generator().manual_seed(sum(key.encode()) * 1_000_003 + columns)
         return torch.randn(columns, self._rank, generator=generator).to(like)

@@ -1,7 +1,7 @@
 """All-reduce schemes over point to point, one file each: `all_reduce(p2p, flat)` sums a flat tensor in place.
 
-The order of a sum is a function of (rank, number of ranks, place): every rank
-gets the same bits, always. The registry is `shoal.config.choices.EXCHANGES`.
+The order of a sum is a function of (rank, number of ranks, place): every rank gets the same bits,
+always. The registry is `shoal.config.choices.EXCHANGES`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`chain` exchange: the sum is relayed from neighbour to neighbour to the last rank, and the result comes back the same way.
+"""`chain` exchange: the sum is relayed from neighbour to neighbour to the last rank, and the result
+comes back the same way.
 
-In chunks, so that all links of the chain work at once: while one chunk is
-added up far along, the next ones follow behind it. Adds in rank order.
+In chunks, so that all links of the chain work at once (pipelining). Adds in rank order.
 """
 
 from __future__ import annotations

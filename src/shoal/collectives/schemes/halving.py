@@ -1,9 +1,8 @@
 """`halving` exchange: recursive halving and doubling: as few bytes as the ring in as few steps as the tree.
 
-In each round a rank swaps half of what it still holds with a partner twice
-as near as the last, and afterwards the rounds run backwards. Ranks beyond
-the largest power of two hand their part to a partner first, and get the
-result from it.
+In each round a rank swaps half of its remaining part with a partner at half the previous distance,
+and afterwards the rounds run backwards. Ranks beyond the largest power of two give their part to a
+partner first, and get the result from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`mapreduce` exchange: each rank owns a part of the gradient, like the reducers of a map-reduce.
 
-Combine (what backward did), shuffle (every rank sends each part to its
-owner), reduce (the owner adds up in rank order), all-gather.
+Combine (done by backward), shuffle (every rank sends each part to its owner), reduce (the owner
+sums in rank order), all-gather.
 """
 
 from __future__ import annotations

@@ -24,14 +24,14 @@ def all_gather(p2p: Swaps, parts: list[Tensor], *, own: int) -> None:
 
 
 def sum_steps(rank: int, parts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What goes to the next rank and what comes from the one before, step by step; to be asked for the next when both are done."""
+    """Tensors to send to the next rank and to receive from the previous one, step by step; advance when both are done."""
     num = len(parts)
     incoming = torch.empty_like(max(parts, key=len))
     for step in range(num - 1):
         mine, theirs = parts[(rank - step) % num], parts[(rank - step - 1) % num]
         got = incoming[: len(theirs)]
         yield mine, got
-        torch.add(got, theirs, out=theirs)  # what came from behind first: the order of the ring
+        torch.add(got, theirs, out=theirs)  # the received part first: the order of the ring
     yield from gather_steps(parts, own=(rank + 1) % num)
 
 

@@ -11,9 +11,8 @@ from collections.abc import Callable
 class BackgroundJobs:
     """Runs one job after the other in the background, and keeps no thread when there is none left.
 
-    So its owner needs no `close`, and a process that ends waits for
-    nothing but the job at hand. An exception of a job is the job's own to
-    keep. A forked child begins without jobs.
+    So its owner needs no `close`, and an ending process waits only for the running job. Jobs handle
+    their own exceptions. A forked child begins without jobs.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,7 +35,7 @@ class BackgroundJobs:
         return self._thread is None or self._pid != os.getpid()
 
     def finish(self) -> None:
-        """Forget the jobs that wait, and wait for the one at hand."""
+        """Drop waiting jobs, and wait for the running one."""
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
@@ -58,4 +57,4 @@ class BackgroundJobs:
                     return
                 job = self._jobs.popleft()
             job()
-            del job  # or it would live on until the next one comes
+            del job  # or it would stay alive until the next one comes

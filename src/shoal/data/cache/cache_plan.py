@@ -21,7 +21,7 @@ from shoal.runtime import events
 from shoal.runtime.memory import available_bytes
 
 NUM_AHEAD = 3
-"""Pieces that are in memory at most: one in use, one whole, one being read."""
+"""Most pieces in memory: one in use, one complete, one being read."""
 
 Where = Literal["auto", "ram", "disk"]
 
@@ -31,7 +31,7 @@ class CacheConfig:
     """Place and limits of a cache."""
 
     where: Where = "auto"
-    """"auto": in RAM what fits, on disk the rest. "ram", "disk": all of it."""
+    """"auto": as much as fits in RAM, the rest on disk. "ram", "disk": all of it."""
 
     ram_bytes: int | None = None
     """At most so much RAM; None for half of what is free when the cache is made."""
@@ -58,16 +58,16 @@ class CachePlacement:
     ram_bytes: int
     disk_bytes: int
     why: str
-    """For people, to stand behind "because"."""
+    """Reason, phrased to follow "because"."""
 
 
 def place(
     num_rows: int, bytes_per_row: float, config: CacheConfig, *, budget_bytes: int, num_sharers: int = 1
 ) -> CachePlacement:
-    """Cut the rows: as many as fit from the first on in RAM.
+    """Place as many rows as fit, from the first on, in RAM.
 
-    A cut, and not the rows in use: a shuffled epoch uses all of them alike,
-    and whatever was moved in would only move others out.
+    A fixed split, not the most recently used rows: a shuffled epoch uses all of them alike, and
+    every row moved in would only evict another.
     """
 
     def cut(num_ram_rows: int, why: str) -> CachePlacement:
@@ -94,7 +94,7 @@ def place(
             f"cache='ram' would need {amount(total)}, but {whose}. Nothing was read; raise ram_bytes, or let the rest lie on "
             "disk with cache='auto'."
         )
-    # What is read ahead from disk takes its part of the limit.
+    # Prefetching from disk takes its part of the limit.
     return cut(int((limit - NUM_AHEAD * piece_bytes(limit)) / bytes_per_row), why)
 
 
@@ -103,7 +103,7 @@ def piece_bytes(limit: int) -> int:
 
 
 def say_where(what: str, placed: CachePlacement, directory: Any) -> None:
-    """Write down which part of a cache lies where, and why; on the screen too, if a part is on disk."""
+    """Log which part of a cache is where, and why; also on the screen, if a part is on disk."""
     if not placed.disk_bytes:
         where = "in RAM"
     elif not placed.ram_bytes:
@@ -131,7 +131,7 @@ def amount(num_bytes: float) -> str:
 
 
 SHARE = 0.5
-"""Of the memory that is free, what caches take: the rest is the model's, the user's and the kernel's."""
+"""Share of the free memory that caches take: the rest is for the model, the user and the kernel."""
 
 
 class Cache(Protocol):
@@ -139,7 +139,7 @@ class Cache(Protocol):
 
     name: str
     granted_bytes: int
-    """Of RAM, promised to it."""
+    """RAM granted to it."""
 
     def filled_bytes(self) -> int:
         """How much of that is in use, and so not free any more."""
@@ -153,7 +153,7 @@ _lock = threading.Lock()
 
 
 def register(cache: Cache) -> None:
-    """Remember its promise, and count its figures in, for as long as it lives."""
+    """Record its granted memory, and include its figures, for as long as it lives."""
     with _lock:
         _caches.add(cache)
 
@@ -164,7 +164,9 @@ def _living() -> list[Any]:
 
 
 def for_caches(*, num_sharers: int = 1) -> int:
-    """Bytes that one more cache may take: a share of what is free and not promised, divided by those who ask alike."""
+    """Bytes that one more cache may take: a share of what is free and not granted, divided by the
+    number of equal requests.
+    """
     promised = sum(max(0, each.granted_bytes - each.filled_bytes()) for each in _living())
     return max(0, int((available_bytes() - promised) * SHARE) // num_sharers)
 

@@ -1,16 +1,14 @@
 """Rows of one length in an anonymous file, in RAM or on disk, read in any order and shared by the processes of a host.
 
-A file has no name: when the last process that has it open ends, by whatever
-means, it is gone. The first process that needs some rows makes the files and
-writes its pid and descriptors down in a directory that all of them see; the
-next ones open them through /proc/PID/fd and register too. Where there is no
-/proc each process makes its own.
+A file has no name: it is gone when the last process that has it open ends, in any way. The first
+process that needs some rows creates the files and writes its pid and descriptors into a directory
+that all of them see; later ones open them through /proc/PID/fd and register too. Without /proc each
+process makes its own.
 
-All columns of a row lie together, so that a row is one stretch of memory or of
-a file. In RAM the rows are a matrix. From disk each row is read by a system
-call (1.1 µs where the kernel has it in its cache, and then nothing of the file
-counts as this process's memory); through a mapping it takes longer, a page
-fault each, and touched pages stay until they are released.
+All columns of a row are contiguous, so that a row is one stretch of memory or of a file. In RAM the
+rows are a matrix. From disk each row is read by a system call (1.1 µs from the kernel's cache,
+without counting as this process's memory); a mapping takes longer, with a page fault each, and
+touched pages stay until they are released.
 """
 
 from __future__ import annotations
@@ -51,14 +49,14 @@ def on_disk(directory: str | os.PathLike[str], num_bytes: int) -> int:
 
 
 def open_of(pid: int, fd: int, inode: int) -> int | None:
-    """The file that another process has open as `fd`, opened here; None where it is not there any more."""
+    """Open the file that another process has open as `fd`; None if it is gone."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     if os.fstat(opened).st_ino == inode:
         return opened
-    os.close(opened)  # the number is somebody else's by now
+    os.close(opened)  # the number was reused
     return None
 
 
@@ -102,9 +100,9 @@ def _sized(fd: int, num_bytes: int) -> int:
 def share(
     directory: Path, identity: Any, make: Callable[[], tuple[list[int], dict[str, Any]]]
 ) -> tuple[list[int], dict[str, Any], bool]:
-    """The descriptors and facts that the first process made of `identity`; and whether that was this one.
+    """Descriptors and facts made by the first process for `identity`; and whether that was this one.
 
-    `identity` and facts are fit for JSON.
+    `identity` and facts are JSON values.
     """
     text = json.dumps(identity, sort_keys=True)
     name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -130,7 +128,7 @@ def share(
 def _read(text: str, identity: str) -> dict[str, Any]:
     try:
         known: dict[str, Any] = json.loads(text)
-    except ValueError:  # empty, or left half written by a process that was killed
+    except ValueError:  # empty, or truncated by a kill
         return {"holders": [], "facts": {}}
     return known if known["identity"] == identity else {"holders": [], "facts": {}}
 
@@ -150,10 +148,8 @@ def _open_any(holders: list[dict[str, Any]]) -> list[int] | None:
 
 
 _WORD = 8
-_TILE_BYTES = 1 << 20  # packed at once: what stays in a core's cache
-_SMALL_ELEMENTS = (
-    32_767  # copied at once: torch starts threads for more, which on a busy machine takes longer
-)
+_TILE_BYTES = 1 << 20  # packed at once: fits a core's cache
+_SMALL_ELEMENTS = 32_767  # copied at once: torch starts threads for more, which is slower on a busy machine
 
 
 class Field(NamedTuple):
@@ -168,7 +164,7 @@ class Field(NamedTuple):
 
     @classmethod
     def of(cls, dtype: np.dtype[Any], shape: tuple[int, ...] = ()) -> Field:
-        """From numpy's type, which must have its like in torch."""
+        """From numpy's type, which must have an equivalent in torch."""
         return cls(torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, shape)
 
 
@@ -211,7 +207,7 @@ class RowLayout:
         self.row_bytes = max(-(-end // alignment) * alignment, _WORD)
 
     def pack(self, columns: Mapping[str, NDArray[Any]], num_rows: int) -> Iterator[NDArray[np.uint8]]:
-        """The rows of some columns, a stretch of them at a time. What is yielded is good until the next is."""
+        """Rows of some columns, a stretch at a time. A yielded buffer is valid until the next one."""
         most = max((len(group.names) for group in self._groups), default=1)
         tile = max(64, min(_TILE_BYTES // self.row_bytes, _SMALL_ELEMENTS // most))
         buffer = np.zeros((min(tile, num_rows), self.row_bytes), np.uint8)
@@ -247,12 +243,12 @@ class RowLayout:
         return [[name, str(field.dtype), list(field.shape)] for name, field in self.fields.items()]
 
 
-# Slower than this, rows are not in the kernel's cache: then several threads wait for the disk at once.
+# Slower than this, rows are not in the kernel's cache: then several threads read from the disk at once.
 _SLOW_S_PER_ROW = 20e-6
 _NUM_THREADS = 16
 _AT_ONCE = 1024
 _OWN_PAGES_BYTES = 1 << 20
-# From here on torch's threads copy faster; below, they wait for each other longer than they copy.
+# From here on torch's threads copy faster; below, synchronisation costs more than the copy.
 _LARGE_BYTES = 8 << 20
 
 
@@ -270,7 +266,7 @@ class CachedRows:
         self._array = self._rows.numpy()
 
     def write(self, begin: int, rows: NDArray[np.uint8]) -> None:
-        """Rows that follow each other; OSError where the disk takes no more."""
+        """Write consecutive rows; OSError if the disk is full."""
         write_at(self._fd, self._offset + begin * self.row_bytes, rows)
 
     def put(self, numbers: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
@@ -326,10 +322,9 @@ class CachedRows:
 
 
 def buffer(num_rows: int, row_bytes: int) -> NDArray[np.int64]:
-    """Memory for rows, [n, words]. What is large goes back to the system as soon as nobody has it.
+    """Memory for rows, [n, words]. Large buffers go back to the system as soon as they are unused.
 
-    malloc would keep it for the thread that asked for it, of which there are
-    many, one after the other.
+    malloc would keep them for the allocating thread, and there are many short-lived threads.
     """
     num_bytes = num_rows * row_bytes
     memory = mmap.mmap(-1, num_bytes) if num_bytes >= _OWN_PAGES_BYTES else bytearray(num_bytes)
@@ -348,7 +343,7 @@ class Heap:
         write_at(self._fd, at, data)
 
     def read(self, at: int, length: int) -> bytes | memoryview:
-        """The bytes at a place; in RAM without a copy."""
+        """Bytes at a place; in RAM without a copy."""
         if not length:
             return b""
         if self._is_on_disk:

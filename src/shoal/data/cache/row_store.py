@@ -1,9 +1,8 @@
 """The row store: rows by number, decoded once, the first part in RAM and the rest on disk.
 
-Row-major, so that a gather of a shuffled batch touches one stretch per row.
-All processes of a host that open the same rows share one copy, forked children
-too; locks that end with their process decide who decodes what. Rows on disk
-that are announced are prefetched by a thread, a piece at a time.
+Row-major, so that a gather of a shuffled batch touches one stretch per row. All processes of a host
+that open the same rows share one copy, forked children too; locks that end with their process
+assign the decoding. A thread prefetches announced rows on disk, a piece at a time.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 _COUNTERS = (
     4  # of the shared page: bytes in the heap in RAM, in that on disk, the owner's note, and one unused
 )
-_HEAP_LOCK = (
-    1 << 40
-)  # the byte of the file whose lock the heaps' counters need; parts are locked by their number
+# The byte of the file whose lock the heaps' counters need; parts are locked by their number.
+_HEAP_LOCK = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +54,13 @@ class RowSpec:
 
     num_rows: int
     num_parts: int
-    """Of which each is there or not: blocks of a table, or single rows."""
+    """Number of parts that are present or not: blocks of a table, or single rows."""
 
     num_ram_rows: int
-    """The first so many are in RAM."""
+    """Number of rows in RAM, from the first on."""
 
     heap_ram_bytes: int = 0
-    """How much of the lists may be in RAM; what comes after that is on disk."""
+    """Limit of lists in RAM; the rest goes to disk."""
 
 
 def row_layout(fields: Mapping[str, Field], lists: Iterable[str]) -> RowLayout:
@@ -86,9 +84,8 @@ class RowStore:
     ) -> None:
         """`shared_as` identifies the rows to other processes of the job: the same key, the same rows.
 
-        `files` are from `reserve`, so that processes forked since then share
-        them. `granted_bytes` of RAM are spoken for by this store, and not
-        free for other caches.
+        `files` are from `reserve`, so that processes forked since then share them. `granted_bytes`
+        of RAM are reserved for this store, and not free for other caches.
         """
         self.name, self.spec = name, spec
         self._directory = directory
@@ -99,7 +96,7 @@ class RowStore:
         control = mmap.mmap(self._fds[0], self._control_bytes)
         self._counters = np.frombuffer(control, np.int64, _COUNTERS)
         self.flags = np.frombuffer(control, np.uint8, spec.num_parts, _COUNTERS * 8)
-        """By part: 0 while it is not there."""
+        """By part: 0 while it is absent."""
         self._ram = self._rows(0, self._control_bytes, spec.num_ram_rows)
         self._disk = self._rows(1, 0, spec.num_rows - spec.num_ram_rows)
         self._heaps = (Heap(self._fds[2], is_on_disk=False), Heap(self._fds[3], is_on_disk=True))
@@ -121,7 +118,7 @@ class RowStore:
     # ---- writing -----------------------------------------------------------------------------------
 
     def write(self, begin: int, num_rows: int, columns: Mapping[str, Any]) -> None:
-        """Rows that follow each other, from their columns: arrays, and Ragged. They are not marked as there."""
+        """Write consecutive rows from their columns: arrays, and Ragged. Does not mark them as present."""
         try:
             packed = {**columns, **self._keep_lists(columns)} if self.spec.lists else columns
             for tile in self._layout.pack(packed, num_rows):
@@ -136,7 +133,7 @@ class RowStore:
             raise self._full(error, num_rows * self.row_bytes) from error
 
     def put(self, numbers: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
-        """Single rows, by their numbers. They are not marked as there."""
+        """Write single rows, by their numbers. Does not mark them as present."""
         try:
             at = 0
             packed = {**columns, **self._keep_lists(columns)} if self.spec.lists else columns
@@ -154,14 +151,14 @@ class RowStore:
 
     @contextlib.contextmanager
     def claimed(self, part: int, *, waits: bool = False) -> Iterator[bool]:
-        """While entered with True, this process alone makes the part; False where another is at it."""
+        """Context: True if this process alone makes the part; False if another does."""
         with self._locks.held(self._fds[0], part, waits=waits) as is_ours:
             yield is_ours
 
     # ---- reading -----------------------------------------------------------------------------------
 
     def gather(self, rows: range | NDArray[np.int64]) -> dict[str, Any]:
-        """Copies of these rows as columns: tensors, and Ragged. They must be there."""
+        """Copies of these rows as columns: tensors, and Ragged. They must be present."""
         return self.unpack(self.take(rows))
 
     def take(self, rows: range | NDArray[np.int64]) -> torch.Tensor:
@@ -209,7 +206,7 @@ class RowStore:
 
     @property
     def note(self) -> int:
-        """A number that all processes with these rows see; 0 until somebody sets it."""
+        """A number shared by all processes with these rows; 0 until it is set."""
         return int(self._counters[2])
 
     @note.setter
@@ -225,7 +222,7 @@ class RowStore:
         return sum(row_file.bytes_on_disk(fd) for fd in (self._fds[1], self._fds[3]))
 
     def count_ahead(self, num_rows: int) -> None:
-        """So many rows of those on disk had been read before they were asked for."""
+        """Count rows on disk that were prefetched before they were requested."""
         self._counts["ahead"] += num_rows
 
     def figures(self) -> dict[str, Any]:
@@ -308,7 +305,7 @@ class RowStore:
         )
 
     def _keep_lists(self, columns: Mapping[str, Any]) -> dict[str, NDArray[np.int64]]:
-        """Put the lists of some rows into a heap; where each begins, and how long it is."""
+        """Put the lists of some rows into a heap; returns each one's beginning and length."""
         kept = {}
         for name, dtype in self.spec.lists.items():
             values, offsets = columns[name]
@@ -388,7 +385,7 @@ class _Locks:
                     self._changed.notify_all()
 
     def waited(self, fd: int, byte: int) -> contextlib.AbstractContextManager[bool]:
-        """The lock, however long it takes."""
+        """Wait for the lock, without limit."""
         return self.held(fd, byte, waits=True)
 
     def _lock(self, fd: int, byte: int, *, waits: bool) -> bool:
@@ -400,7 +397,7 @@ class _Locks:
 
 
 class _Piece:
-    """Some of the rows announced."""
+    """A part of the announced rows."""
 
     def __init__(self, rows: NDArray[np.int64]) -> None:
         self.rows = rows
@@ -419,7 +416,7 @@ class _Piece:
 
 
 class RowPrefetch:
-    """Rows that were announced, in pieces of at most `piece_bytes`."""
+    """Prefetch of announced rows, in pieces of at most `piece_bytes`."""
 
     def __init__(
         self, take: Callable[[NDArray[np.int64]], torch.Tensor], *, row_bytes: int, piece_bytes: int
@@ -430,7 +427,7 @@ class RowPrefetch:
         self._begin()
 
     def announce(self, rows: NDArray[np.int64]) -> None:
-        """These rows come next, after those announced before."""
+        """Announce rows that come next, after those announced before."""
         if self._pid != os.getpid():
             self._begin()
         with self._changed:
@@ -439,7 +436,7 @@ class RowPrefetch:
         self._background(self._read)
 
     def take(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
-        """The rows, if they were announced; waits for what is being read. None where they are not among the next."""
+        """The rows, if they were announced; waits for a read in progress. None if they are not among the next."""
         if self._pid != os.getpid():
             self._begin()
         parts: list[torch.Tensor] = []
@@ -454,7 +451,7 @@ class RowPrefetch:
                     self._changed.wait_for(lambda piece=piece: piece.is_done)  # type: ignore[misc]  # the piece of this round
                 if piece.found is None:
                     self._pieces.clear()
-                    return None  # the next reader meets the error
+                    return None  # the next reader raises the error
                 end = min(piece.num_used + len(rows), len(piece.rows))
                 parts.append(piece.found[piece.num_used : end])
                 rows = rows[end - piece.num_used :]
@@ -469,7 +466,7 @@ class RowPrefetch:
         self._pieces: deque[_Piece] = deque()
 
     def _go_to(self, rows: NDArray[np.int64]) -> None:
-        """Forget what is announced before these rows: nobody came for it, as when an epoch is left in the middle."""
+        """Drop announcements before these rows: they were not used, as when an epoch is left in the middle."""
         for number, piece in enumerate(self._pieces):
             offset = piece.offset_of(rows)
             if offset is not None:

@@ -1,9 +1,8 @@
 """`Dataset.cache`: samples are made once and kept, in RAM as far as they fit, else on disk.
 
-A sample that nobody asked for is not made. Samples of one shape are rows of
-numbers, batched in one go; others (text, ragged lists) are serialized each.
-The first epoch's sample is kept, so that a resumed run, with an empty cache,
-sees the same.
+Samples are made on demand. Samples of one shape are rows of numbers, batched in one go; others
+(text, ragged lists) are serialized each. The first epoch's sample is kept, so that a resumed run,
+with an empty cache, sees the same.
 """
 
 from __future__ import annotations
@@ -204,12 +203,12 @@ class SampleStore:
         return self._config.where != "ram" and (self._regular is None or not self._regular.is_all_in_ram)
 
     def will_need(self, numbers: NDArray[np.int64]) -> None:
-        """Read them ahead, where they are on disk; only if all are there, for what is read ahead is not read again."""
+        """Prefetch samples on disk; only if all are cached, since prefetched ones are not read again."""
         if self._known_plan() is None or self._ahead is None or not (self.flags[numbers] == REGULAR).all():
             return
         self._ahead.announce(numbers)
 
-    # ---- how regular samples lie -------------------------------------------------------------------
+    # ---- layout of regular samples -----------------------------------------------------------------
 
     def _plan_of(self, template: Template | None) -> _Plan:
         plan = self._known_plan()
@@ -264,7 +263,7 @@ class SampleStore:
             files=self._regular_files,
             granted_bytes=num_ram_rows * RowLayout(template.fields()).row_bytes,
         )
-        del self._owned[1:]  # they are the store's from now on
+        del self._owned[1:]  # the store owns them from now on
         if not store.is_all_in_ram:
             self._ahead = RowPrefetch(
                 store.take, row_bytes=store.row_bytes, piece_bytes=piece_bytes(self._budget)
@@ -373,7 +372,7 @@ class Template(msgspec.Struct, frozen=True):
             values = [row[number] for row in rows]
             if leaf.kind == "tensor":
                 stacked = torch.stack([value.detach() for value in values])
-                # numpy has no word for some types, such as bfloat16; bytes are bytes.
+                # numpy lacks some types, such as bfloat16; their bytes are stored.
                 columns[str(number)] = _raw(stacked)
             else:
                 columns[str(number)] = np.stack([np.asarray(value) for value in values])

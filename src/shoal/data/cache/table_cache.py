@@ -35,13 +35,13 @@ _PASSING_BYTES = 256 << 20
 
 
 class Gathered(NamedTuple):
-    """Rows that were asked for, in the order in which they were, as copies that may be written."""
+    """Requested rows, in request order, as writable copies."""
 
     columns: dict[str, torch.Tensor | Ragged]
     """Tensors [rows, *shape]; a Ragged for lists of several lengths, text and bytes."""
 
     bad: Mapping[int, BadSample]
-    """Row of the table to what is wrong with it, of the rows asked for."""
+    """Error by row of the table, among the requested ones."""
 
 
 class Storage(Protocol):
@@ -59,11 +59,10 @@ class Storage(Protocol):
 
 
 def open_storage(table: Table, *, cache: Any = "auto") -> Storage:
-    """The storage of a table.
+    """Storage of a table.
 
-    `cache` is "auto", "ram", "disk", a `shoal.memory.CacheConfig`, or None:
-    then blocks are decoded again and again, for what is read once and in
-    order.
+    `cache` is "auto", "ram", "disk", a `shoal.memory.CacheConfig`, or None: then blocks are decoded
+    each time, for data read once and in order.
     """
     if cache is None or isinstance(table, GrowingTable):
         return PassingBlocks(table)
@@ -71,7 +70,7 @@ def open_storage(table: Table, *, cache: Any = "auto") -> Storage:
 
 
 class RecentBlocks:
-    """Blocks that were used last, by number, within a limit in bytes. Threads may share it; a block may be loaded twice."""
+    """LRU of blocks by number, within a limit in bytes. Threads may share it; a block may be loaded twice."""
 
     def __init__(self, limit_bytes: int, *, name: str) -> None:
         self.name, self.granted_bytes = name, 0
@@ -82,7 +81,7 @@ class RecentBlocks:
         cache_plan.register(self)
 
     def get(self, number: int, load: Callable[[int], Tree]) -> Tree:
-        if self._pid != os.getpid():  # of a forked child: a thread of its parent may have held it
+        if self._pid != os.getpid():  # in a forked child: a thread of its parent may have held it
             self._lock, self._pid = threading.Lock(), os.getpid()
         with self._lock:
             if number in self._blocks:
@@ -102,7 +101,7 @@ class RecentBlocks:
         return block
 
     def filled_bytes(self) -> int:
-        """Nothing was promised to it."""
+        """0: no memory was granted to it."""
         return 0
 
     def figures(self) -> dict[str, Any]:
@@ -171,7 +170,7 @@ class PassingBlocks:
         return Gathered({name: _joined(pieces, back) for name, pieces in parts.items()}, bad)
 
     def will_need(self, rows: NDArray[np.int64]) -> None:
-        """Nothing is read ahead: a shuffled table would be decoded as a whole for one batch."""
+        """Nothing is prefetched: a shuffled table would be decoded completely for one batch."""
 
     def _decode(self, block: int) -> dict[str, Any]:
         decoded: DecodedRows = self._table.read(block)
@@ -187,8 +186,8 @@ def _joined(pieces: list[Any], back: NDArray[np.int64]) -> torch.Tensor | Ragged
 
 _THERE, _THERE_WITH_BAD_ROWS = 1, 2
 _MAX_DECODERS = 4
-_DECODING_NEEDS = 3  # times what comes of it: read, decoded, as columns
-_PATIENCE_S = 0.002  # between two looks at a block that another process is decoding
+_DECODING_NEEDS = 3  # memory relative to the result: read, decoded, as columns
+_PATIENCE_S = 0.002  # between two checks of a block that another process is decoding
 
 
 class StoredRows:
@@ -218,7 +217,8 @@ class StoredRows:
             num_rows=num_rows,
             num_parts=len(table.blocks),
             num_ram_rows=placed.num_ram_rows,
-            # Sizes of lists are guesses; where all of them go to RAM, so does what they were guessed too small.
+            # Sizes of lists are estimates; if all of them go to RAM, so does the excess of an
+            # underestimate.
             heap_ram_bytes=UNLIMITED
             if placed.num_ram_rows == num_rows
             else max(placed.ram_bytes - placed.num_ram_rows * row_bytes, 0),
@@ -269,7 +269,7 @@ class StoredRows:
         return found
 
     def _have(self, blocks: Sequence[int]) -> None:
-        """Return when all of these are decoded, by us or by others, and their bad rows are known."""
+        """Return when all of these are decoded, by this process or others, and their bad rows are known."""
         flags = self._store.flags
         missing = [block for block in blocks if not flags[block]]
         if missing and self._lock.acquire(blocking=False):
@@ -281,7 +281,7 @@ class StoredRows:
             self._decode(missing)
             missing = [block for block in missing if not flags[block]]
             if missing:
-                time.sleep(_PATIENCE_S)  # another process has them; if it dies, its locks are free
+                time.sleep(_PATIENCE_S)  # another process decodes them; if it dies, its locks are free
         for block in blocks:
             if flags[block] == _THERE_WITH_BAD_ROWS:
                 self._learn_bad(block)
@@ -327,7 +327,7 @@ class StoredRows:
         return {row: self._bad[row] for row in asked if row in self._bad}
 
     def _begin(self) -> None:
-        """Once, before the first block is kept: say where it all goes, and whether there is room for it."""
+        """Once, before the first block is kept: report the placement, and check the room."""
         if self._store.flags.any() or not self._store.is_first or self._said:
             return
         placed, directory = self._placement, self._store.directory
@@ -353,6 +353,6 @@ def _give_back_unused() -> None:
 
 
 def _list_bytes(block: Any, columns: Sequence[Column]) -> int:
-    """Bytes of a block's lists, about: its bytes without the fixed columns."""
+    """Estimated bytes of a block's lists: its bytes without the fixed columns."""
     fixed = sum(c.dtype.itemsize * int(np.prod(c.shape)) for c in columns if not c.is_ragged)
     return max(int(block.num_bytes) - int(block.num_rows) * fixed, 0)

@@ -10,9 +10,8 @@
     list of numbers                 ragged; of a fixed size k: shape (k,)
     list of strings or binary       text or bytes, a list per row
 
-Anything else (structs, maps, lists of lists) is refused by name. Values that are
-missing, or that do not fit their type, make their row a bad one; `fill` says
-what stands for a missing value instead.
+Other types (structs, maps, lists of lists) are refused by name. A missing value, or one that does
+not fit its type, makes its row bad; `fill` replaces missing values.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def column_of(name: str, kind: pa.DataType, where: str) -> Column:
     if not shape and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         number = _number(kind.value_type)
         if number is not None:
-            # -1 must fit, which stands behind the end of a shorter list.
+            # -1 must fit: it pads shorter lists.
             return Column.ragged(name, np.int16 if number == np.uint8 else number)
     number = _number(item)
     if number is None:
@@ -123,7 +122,7 @@ def column_of(name: str, kind: pa.DataType, where: str) -> Column:
 
 
 def as_torch_means(found: pa.DataType, given: pa.DataType | None = None) -> pa.DataType:
-    """A type that was found in text, where nobody says how precise it is meant."""
+    """Type for values inferred from text, whose intended precision is unknown."""
     if given is not None:  # a timestamp, with a zone where the text has one
         return pa.timestamp("ns", tz=found.tz) if pa.types.is_timestamp(found) else given
     if pa.types.is_list(found):
@@ -185,7 +184,7 @@ MISSING = "the value is missing, and fill={'%s': ...} does not say what stands f
 
 
 class Fill:
-    """Values that stand for missing ones, by column; refuses at birth what a column cannot hold."""
+    """Replacements for missing values, by column; validated at construction."""
 
     def __init__(self, values: Mapping[str, Any] | None, columns: Sequence[Column]) -> None:
         self._scalars: dict[str, Any] = {}
@@ -219,9 +218,9 @@ class Fill:
 def decoded(
     table: pa.Table | pa.RecordBatch, columns: Sequence[Column], fill: Fill, address: Address | BadRows
 ) -> DecodedRows:
-    """The rows of an Arrow table that has these columns, of whatever types they were made from.
+    """Rows of an Arrow table that has these columns, of whatever types they were made from.
 
-    Given rows that are known to be bad, instead of an address, it adds to them.
+    Given known bad rows, instead of an address, it adds to them.
     """
     bad = address if isinstance(address, BadRows) else BadRows(address)
     arrays = {
@@ -268,7 +267,7 @@ def _missing(array: ArrowArray) -> NDArray[np.bool_]:
 
 
 def _without_nulls(array: ArrowArray, scalar: Any) -> ArrowArray:
-    """The array with nulls filled by `scalar`, or left with whatever bytes lie there."""
+    """Array with nulls filled by `scalar`, or with arbitrary bytes in their place."""
     if array.null_count == 0:
         return array
     if scalar is not None:
@@ -279,7 +278,7 @@ def _without_nulls(array: ArrowArray, scalar: Any) -> ArrowArray:
 
 
 def _cast(array: ArrowArray, column: Column, bad: BadRows, of_row: NDArray[np.int64] | None) -> ArrowArray:
-    """As the type the column has in memory; values that do not fit are null, and their row (of_row[i], or i) is bad."""
+    """Cast to the column's type in memory; values that do not fit are null, and their row (of_row[i], or i) is bad."""
     wanted = storage_type(column)
     if array.type == wanted or (
         column.kind != "number" and (pa.types.is_string(array.type) or pa.types.is_binary(array.type))
@@ -313,7 +312,7 @@ def _target(column: Column, kind: pa.DataType) -> str:
 
 
 def failing(array: ArrowArray, convert: Callable[[ArrowArray], Any], begin: int = 0) -> Iterator[int]:
-    """Values that cannot be converted, found by halving: a few among many take few conversions."""
+    """Values that cannot be converted, found by bisection: a few among many take few conversions."""
     if not len(array):
         return
     try:
@@ -328,9 +327,9 @@ def failing(array: ArrowArray, convert: Callable[[ArrowArray], Any], begin: int 
 
 
 def as_numpy(array: ArrowArray, dtype: Any) -> NDArray[Any]:
-    """The values of an array of numbers that misses none, without a copy but for bits.
+    """Values of a numeric array without nulls, without a copy except for bits.
 
-    Arrow's own way loads pandas where it is installed, which takes a second.
+    Arrow's own conversion loads pandas if it is installed, which takes a second.
     """
     begin, end, data = array.offset, array.offset + len(array), array.buffers()[1]
     if data is None:
@@ -369,7 +368,7 @@ def _fixed_lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> NDArra
     values = array
     while pa.types.is_fixed_size_list(values.type):
         size, begin = values.type.list_size, values.offset
-        # Not flatten(), which leaves out what belongs to missing lists.
+        # Not flatten(), which drops the elements of missing lists.
         values = values.values.slice(begin * size, len(values) * size)
     of_row = np.repeat(np.arange(num_rows), int(np.prod(column.shape)))
     numbers = as_numpy(_elements(values, column, scalar, bad, of_row, is_known=missing), column.dtype)
@@ -404,7 +403,7 @@ def _lists(array: Any, column: Column, fill: Fill, bad: BadRows) -> Ragged:
         lists = Ragged(as_numpy(elements, column.dtype), offsets)
     if scalar is None or not missing.any():
         return lists
-    # Where a list is missing: the whole list that `fill` says, or where it says an element, none of them.
+    # For a missing list: the whole list that `fill` gives, or, if it gives an element, an empty one.
     whole = scalar if isinstance(scalar, np.ndarray) else np.zeros(0, dtype=column.dtype)
     rows = [whole if missing[row] else lists.row(row) for row in range(lists.num_rows)]
     return Ragged.of(rows, column.dtype)
@@ -456,7 +455,7 @@ def file_of(files: Files, info: FileInfo) -> Any:
 
 
 class FileRanges(io.RawIOBase):
-    """Reads checked to be of the file that was found, wherever it lies; what is read is not copied."""
+    """File reads, checked to be of the file that was found; without a copy."""
 
     def __init__(self, files: Files, info: FileInfo) -> None:
         self._files, self._info, self._at = files, info, 0

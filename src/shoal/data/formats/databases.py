@@ -1,12 +1,11 @@
-"""Dialects of SQL: sessions with SQLite and PostgreSQL, which only read. Passwords are kept out of messages.
+"""Dialects of SQL: read-only sessions with SQLite and PostgreSQL. Passwords are kept out of messages.
 
-SQLite, by Python's own driver, lets every value have a type of its own. A
-column has the type that its table declares; where nothing is declared, as of an
-expression, the one that most of its values have, found by looking at them once.
-A value of another type makes its row a bad one.
+SQLite, by Python's own driver, allows a type per value. A column has the type that its table
+declares; without a declaration, as for an expression, the type of most of its values, found by
+reading them once. A value of another type makes its row bad.
 
-PostgreSQL comes through ADBC, which gives Arrow's columns. Its transactions are
-repeatable: one sees the state of the data at its first question.
+PostgreSQL comes through ADBC, which gives Arrow's columns. Its transactions are repeatable: each
+sees the state of the data at its first query.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def short_query(text: str) -> str:
 
 
 class ConnectionGone(Exception):
-    """Not an error yet: the connection ended, or never came to be. The reason is for people, without a password."""
+    """Internal: the connection ended, or could not be made. The reason is for the user, without a password."""
 
 
 def database_of(connection: str | os.PathLike[str]) -> Database:
@@ -157,7 +156,7 @@ class SqliteDatabase:
             raise ConnectionGone(f"there is no file {self._path}")
         url = f"file:{urllib.parse.quote(self._path)}?mode=ro"
         try:
-            # Sessions pass from thread to thread, never used by two at once.
+            # Sessions move between threads, but are never used by two at once.
             connection = sqlite3.connect(
                 url, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
@@ -175,9 +174,9 @@ class SqliteDatabase:
         return "-".join(stamps)
 
     def literal_of(self, expression: str) -> str:
-        """SQLite's own function for that, but for infinities, which it writes as no version reads them, and text behind a NUL."""
+        """SQLite's own quote(), except for infinities, which it writes unreadably, and text behind a NUL."""
         infinite = " ".join(f"WHEN {expression} = {number} THEN '{number}'" for number in ("9e999", "-9e999"))
-        # The sign takes from the cast what it would do to values that it is compared with.
+        # The sign prevents the cast from changing the values it is compared with.
         whole = f"'+CAST(x''' || hex({expression}) || ''' AS TEXT)'"
         has_nul = f"typeof({expression}) = 'text' AND instr(CAST({expression} AS BLOB), x'00') > 0"
         return f"CASE {infinite} WHEN {has_nul} THEN {whole} ELSE quote({expression}) END"
@@ -190,9 +189,9 @@ class SqliteSession:
         self._connection, self._place = connection, place
 
     def columns(self, relation: str) -> list[SqlColumn]:
-        """By what is declared, and by a look at all values where nothing is."""
+        """By declaration, or by a read of all values where there is none."""
         with self._speaking(relation):
-            # A view tells the types that its columns have in their tables.
+            # A view has the types of its columns' tables.
             self._execute(f"CREATE TEMP VIEW shoal_read AS SELECT * FROM {relation}")
             try:
                 described = self._execute("PRAGMA temp.table_info(shoal_read)").fetchall()
@@ -323,7 +322,7 @@ def _sqlite_said(error: Exception) -> str:
 _SETTINGS = {
     "default_transaction_read_only": "on",
     "default_transaction_isolation": r"repeatable\ read",
-    # Values of the key travel as text, which must mean the same on every connection.
+    # Values of the key are sent as text, which must mean the same on every connection.
     "DateStyle": "ISO",
     "TimeZone": "UTC",
     "extra_float_digits": "1",
@@ -331,14 +330,14 @@ _SETTINGS = {
 _DEFAULTS = {
     "connect_timeout": "10",
     "application_name": "shoal",
-    # A host that vanished without a word is noticed within a minute.
+    # A host that vanished silently is noticed within a minute.
     "keepalives_idle": "20",
     "keepalives_interval": "10",
     "keepalives_count": "3",
     "tcp_user_timeout": "60000",
 }
 _SECRETS = ("password", "sslpassword", "passfile")
-# Types that ADBC hands over as something else than numbers or text, and what they are asked for as.
+# Types that ADBC returns as something other than numbers or text, and the types to request instead.
 _CASTS = {"numeric": "float8", "money": "numeric::float8"}
 _NATIVE = {
     *("int2", "int4", "int8", "float4", "float8", "bool", "text", "varchar", "bpchar", "name", "bytea"),
@@ -381,7 +380,7 @@ class PostgresDatabase:
             raise ConnectionGone(self.scrubbed(_postgres_said(error))) from None
 
     def stamp(self) -> str:
-        """Nothing tells without reading."""
+        """Empty: only a read would tell."""
         return ""
 
     def literal_of(self, expression: str) -> str:
@@ -435,7 +434,7 @@ class PostgresSession:
         return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
     def rows(self, sql: str, columns: Sequence[SqlColumn]) -> tuple[pa.Table, list[BadValue]]:
-        """Many rows; the server has seen to their types."""
+        """Many rows; the server has validated their types."""
         return self._table(sql), []
 
     def end(self) -> None:

@@ -5,13 +5,12 @@
     Feature   { oneof { BytesList = 1, FloatList = 2, Int64List = 3 } }
     ...List   { repeated value = 1 }       numbers packed into one field, or, by old writers, one field each
 
-Every length is checked against what contains it; nothing is read outside its
-record. Features of a fixed number of values are read on the first walk, while
-the record is in the cache (a walk per feature took three times as long); of
-lists of any length only the place is, because what they need is not yet known.
-A record that is no Example, or does not hold what the schema says, is named
-with its reason and does not hold up the others. Of 40 numbers each, a record
-costs 4 µs; protobuf's own classes took 55, TensorFlow's parse_example takes 4.
+Every length is checked against its container; nothing is read outside its record. Features of a
+fixed number of values are read on the first walk, while the record is in the cache (a walk per
+feature took three times as long); lists of any length are only located, because their space is not
+known yet. A record that is no Example, or does not match the schema, is named with its reason and
+does not stop the others. With 40 numbers each, a record costs 4 µs; protobuf's own classes took 55,
+TensorFlow's parse_example takes 4.
 """
 
 from __future__ import annotations
@@ -314,12 +313,11 @@ def locate(
     kinds: Any, widths: Any, places: Any, states: Any, floats: Any, ints: Any, begins: Any, ends: Any, counts: Any,
     wrong: Any,
 ) -> None:  # fmt: skip
-    """Look for each name in each record that is not `wrong`, and set `wrong` where a record is no Example.
+    """Find each name in each record that is not `wrong`, and set `wrong` if a record is no Example.
 
-    Name n should have widths[n] values of kinds[n]. They go to place places[n]
-    of the record's row of `floats` or `ints`; of a byte string its begin and
-    end do, of a list of any length also its number of values, to `begins`,
-    `ends`, `counts`. A name that comes twice in a record counts as its last.
+    Name n should have widths[n] values of kinds[n]. They go to place places[n] of the record's row
+    of `floats` or `ints`; for a byte string its begin and end do, for a list of any length also its
+    number of values, to `begins`, `ends`, `counts`. Of a repeated name the last one counts.
     """
     num_rows = max(len(record_begins), 1)
     num_floats, num_ints, num_spans = len(floats) // num_rows, len(ints) // num_rows, len(begins) // num_rows
@@ -353,7 +351,8 @@ def locate(
                 at = entry_end
                 name = _find(data, key_begin, key_end, names, name_ends, name_places)
                 if name >= 0:
-                    # Where the row begins in what its kind is written to; a view of the row would cost more than the value.
+                    # Beginning of the row in its kind's output; a view of the row would cost more than the
+                    # value.
                     kind, width = kinds[name], widths[name]
                     per_row = num_floats if kind == FLOATS else num_ints
                     if kind == BYTES or width == ANY:
@@ -451,7 +450,7 @@ class ExampleParser:
         self._name_ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
         self._name_places = np.empty(1 << (4 * len(keys)).bit_length(), np.int32)
         for each in (locate, fill_floats, fill_ints, fill_spans, copy_spans):
-            each.prepare()  # here, so that processes forked from this one need not
+            each.prepare()  # here, so that forked processes need not
         place_names(self._names, self._name_ends, self._name_places)
         self._kinds = np.array([_KINDS[feature.list_kind] for feature in features], np.int64)
         self._widths = np.array([_width(feature) for feature in features], np.int64)
@@ -656,7 +655,7 @@ def _raw_column(feature: Wanted, read: _Read) -> _Found:
 
 
 def _gathered(read: _Read, default: bytes) -> Ragged:
-    """The byte strings one behind the other, the default where there is none; nothing for a record that is bad."""
+    """Byte strings one behind the other, with the default for missing ones; nothing for bad records."""
     firsts, lasts = np.where(read.is_found, read.begins, 0), np.where(read.is_found, read.ends, 0)
     data = read.data
     if default and read.is_absent.any():
@@ -669,9 +668,9 @@ def _gathered(read: _Read, default: bytes) -> Ragged:
 
 
 def _not_utf8(texts: Ragged) -> list[int]:
-    """Rows that are no UTF-8; all are looked at in one go, and only then one by one."""
+    """Rows that are not UTF-8: checked together first, and only on failure one by one."""
     starts = texts.offsets[:-1][np.diff(texts.offsets) > 0]
-    # Whole together, they are whole apart where none begins in the middle of a character.
+    # Valid together, they are valid apart if none begins in the middle of a character.
     if _is_utf8(texts.values.tobytes()) and not ((texts.values[starts] & 0xC0) == 0x80).any():
         return []
     return [row for row in range(texts.num_rows) if not _is_utf8(texts.row(row).tobytes())]
@@ -686,7 +685,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def _blanked(texts: Ragged, wrong: list[int]) -> Ragged:
-    """With nothing at the rows that are no text: what stands there must still be."""
+    """Empty strings at the rows that are no text: the column must have a value there."""
     if not wrong:
         return texts
     rows = set(wrong)

@@ -1,7 +1,7 @@
 """Arrow Flights as logs: an endpoint is a partition, a row of it an offset.
 
-A ticket is read from its beginning, so an endpoint is read in one piece. A
-server adds endpoints as data come, and never changes one that it has named.
+A ticket can only be read from its beginning, so an endpoint is read in one piece. A server adds
+endpoints as data arrive, and never changes one that it has named.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FlightLog:
         return begins
 
     def ends(self, known: Sequence[int]) -> list[int]:
-        # An endpoint that was planned was planned whole; 0 is one that was not.
+        # A planned endpoint was planned completely; 0 is one that was not.
         self._counts += itertools.takewhile(bool, known[len(self._counts) :])
         info = self._info()
         tickets = [endpoint.ticket.ticket for endpoint in info.endpoints]
@@ -83,7 +83,7 @@ class FlightLog:
         self._endpoints = list(info.endpoints)
         self._schema = info.schema
         for number in range(len(self._counts), len(self._endpoints)):
-            # One endpoint is the whole Flight; of several each is read once to count its rows.
+            # A single endpoint is the whole Flight; of several each is read once to count its rows.
             said = info.total_records if len(self._endpoints) == 1 else -1
             self._counts.append(said if said >= 0 else self._read(number, None).num_rows)
         return list(self._counts)
@@ -100,7 +100,7 @@ class FlightLog:
         return self._columns
 
     def types(self) -> str:
-        """The server says them whenever it is asked."""
+        """None: the server gives the types on request."""
         return ""
 
     def read(self, segment: RecordSegment) -> DecodedRows:
@@ -122,7 +122,7 @@ class FlightLog:
         return {**described, "fill": self._wish.fill} if self._wish.fill else described
 
     def _located(self, number: int) -> None:
-        """A worker that did not plan itself asks where the endpoints are."""
+        """A worker that did not plan itself asks for the endpoints' locations."""
         if number >= len(self._endpoints):
             info = self._info()
             self._endpoints, self._schema = list(info.endpoints), info.schema
@@ -143,7 +143,7 @@ class FlightLog:
         return self._flight.FlightInfo.deserialize(data) if isinstance(data, bytes) else data
 
     def _asked(self, what: str, address: str, of: bytes) -> Any:
-        """An answer of a server, retried until the time is over where it cannot be reached."""
+        """A server's answer, retried until the time is over if it cannot be reached."""
         since, waited_s = time.monotonic(), 0.0
         ask = flight_client.ask if self._owner == os.getpid() else flight_client.ask_apart
         while True:

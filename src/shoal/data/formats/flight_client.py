@@ -1,7 +1,7 @@
-"""Questions to a Flight server, from this process or from an interpreter of its own.
+"""Requests to a Flight server, from this process or from an interpreter of its own.
 
-gRPC hangs in a fork of a process that has used it, and reader processes are forks:
-these start this file, which imports nothing of shoal, for each question.
+gRPC hangs in a fork of a process that has used it, and reader processes are forks: these start this
+file, which imports nothing of shoal, for each request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DataFrames of Spark and datasets of Ray: their partitions as shards, through Parquet files.
 
-A DataFrame has no random access, and its partitions live in executors, away from
-the workers: the engine writes each as a Parquet file, once for a job, and from
-there on it is a table like any other. A worker that starts again reads the same files.
+A DataFrame has no random access, and its partitions are in executors, away from the workers: the
+engine writes each as a Parquet file, once for a job, and from there on it is an ordinary table. A
+restarted worker reads the same files.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def open_ray(
 
 
 def _refuse_objects(name: str, kind: Any) -> None:
-    """Ray keeps what Arrow has no type for as pickles, which would be read as bytes."""
+    """Refuse columns of objects: Ray stores what Arrow has no type for as pickles, which would be read as bytes."""
     if kind is object or "pickled" in str(getattr(kind, "extension_name", "")):
         raise DataError(
             f"the column '{name}' of the Ray Dataset holds objects of Python, which cannot be read into tensors: numbers, strings and lists "
@@ -137,7 +137,7 @@ def _without_vectors(frame: Any) -> Any:
 
 
 def _written_once(write: Callable[[str], None], *, folder: str | None) -> str:
-    """Where the n-th frame of this script lies; the first worker that asks has it written, the others wait for it."""
+    """Path of the script's n-th frame; the first worker to ask has it written, the others wait."""
     job = jobs.share()
     number = next(_numbers)
     if job.num_workers > 1 and not job.shares_run_dir:
@@ -154,7 +154,7 @@ def _written_once(write: Callable[[str], None], *, folder: str | None) -> str:
         here.mkdir(parents=True, exist_ok=True)
     said = here / f"{number}.url"
     with _locked(here / f"{number}.lock"):
-        if not said.exists():  # the url is written last: a death before leaves files that nobody reads
+        if not said.exists():  # the url is written last: a death before leaves files without a reader
             name = f"{job.name}-{number}-{secrets.token_hex(4)}"
             if folder is not None and "://" in folder:
                 url = f"{folder.rstrip('/')}/{name}"

@@ -1,8 +1,7 @@
 """Hugging Face `datasets`: their Arrow tables, read like any other table.
 
-What has columns that no tensor holds (images, nested records), or a transform
-of its own, is asked row by row, the way its owner would. An IterableDataset is
-a stream.
+Datasets with columns that no tensor holds (images, nested records), or with a transform, are read
+row by row through the library. An IterableDataset is a stream.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class HuggingfaceTable:
         self.columns: tuple[Column, ...] = columns_of(dataset.features.arrow_schema, "the data set", names)
         self._fill = Fill(fill, self.columns)
         self._length = len(dataset)
-        # The fingerprint follows from the files and everything done since; without one, nothing is ever the same.
+        # The fingerprint covers the files and every operation since; without one, nothing is reused.
         fingerprint = getattr(dataset, "_fingerprint", None) or f"{id(dataset):x}"
         self.identity = identity_of(
             (), format="huggingface", fingerprint=fingerprint, columns=names, fill=fill

@@ -1,8 +1,8 @@
 """Kafka topics as logs: records by partition and offset, through confluent-kafka (librdkafka).
 
-No consumer group and no commits: offsets are part of the plan of the stream
-and of checkpoints. Each process has one consumer for records, assigned to the
-segment at hand, and one for questions, assigned to nothing: a poll of it takes no record.
+No consumer group and no commits: offsets are part of the plan of the stream and of checkpoints.
+Each process has one consumer for records, assigned to the current segment, and one for metadata,
+assigned to nothing: polling it takes no record.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class KafkaLog:
                 answer = ask(self._connected("questions"))
             except self._kafka.KafkaException as error:
                 self._trouble = error.args[0].str()
-                self._connected("questions").poll(0)  # which calls back with what is behind it
+                self._connected("questions").poll(0)  # delivers pending callbacks
             else:
                 if answer is not None:
                     return answer
@@ -238,7 +238,7 @@ class KafkaLog:
         self._trouble = error.str()
 
     def _lock_of_process(self) -> threading.Lock:
-        if self._owner != os.getpid():  # a fork has none of its parent's threads, and consumers live by them
+        if self._owner != os.getpid():  # a fork has none of its parent's threads, which consumers need
             _LEFT_TO_THE_PARENT.append(self._consumers)
             self._owner, self._lock, self._consumers, self._next = os.getpid(), threading.Lock(), {}, None
         return self._lock
@@ -258,7 +258,7 @@ _LEFT_TO_THE_PARENT: list[Any] = []
 
 
 def _text(records: Sequence[Any]) -> bytes:
-    """Values as lines: a line end within JSON is as good as a blank, and nothing at all is null."""
+    """Values as lines: a line end within JSON becomes a blank, and a missing value null."""
     values = [(None if record is None else record.value()) or b"null" for record in records]
     return b"\n".join(
         value.replace(b"\n", b" ").replace(b"\r", b" ") if value.strip() else b"null" for value in values

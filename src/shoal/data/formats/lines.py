@@ -1,9 +1,8 @@
-"""Files of lines: where rows end, blocks of whole rows as a table, compressed files as a stream.
+"""Files of lines: row boundaries, blocks of whole rows as a table, compressed files as a stream.
 
-Quotes are respected: a line end within a quoted field ends no row, and lines
-without anything in them are no rows. The scan runs at the speed of memory
-where there are no quotes, and of one compiled loop where there are. Decoding
-the text of rows, of CSV or of JSON, is in `text.py`.
+Quotes are respected: a line end within a quoted field ends no row, and empty lines are no rows. The
+scan runs at the speed of memory without quotes, and of one compiled loop with them. Decoding the
+text of rows, CSV or JSON, is in `text.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BLOCK_BYTES = 4 << 20
 """Of text; a block is this long and ends with its row."""
 
 ROW_BYTES_LIMIT = 64 << 20
-"""The longest row. A file without line ends is no file of rows, and would be read into memory as one."""
+"""Longest row. A file without line ends is no file of rows, and would be read into memory as one."""
 
 _CHUNK_BYTES = 4 << 20
 _LF, _CR = 10, 13
@@ -168,7 +167,6 @@ class LineScanner:
 
 
 def spans_of(chunks: Iterable[bytes], scanner: LineScanner) -> Iterator[LineSpan]:
-    """All spans of a text."""
     for chunk in chunks:
         yield from scanner.feed(chunk)
     yield from scanner.finish()
@@ -373,7 +371,7 @@ class TextFiles:
                 begin, first_row = part.end, first_row + part.num_rows
 
     def spans(self) -> list[list[LineSpan]]:
-        """The spans of each plain file; read once, remembered by what the files are."""
+        """Spans of each plain file; read once, cached by the files' identity."""
 
         def scan(file: int) -> list[list[int]]:
             info, head = self.infos[file], self.heads[file]
@@ -412,7 +410,7 @@ class TextFiles:
         return TableSource(table, label=label, cache=cache, on_error=on_error, max_skips=max_skips)
 
     def _begun(self, file: int) -> Iterator[tuple[TextHead, bytes]]:
-        """Chunks of a file, the first of them as long as it takes to see where its rows begin."""
+        """Chunks of a file, the first long enough to show where its rows begin."""
         info, head, first = self.infos[file], None, b""
         for chunk in self._chunks(info):
             if head is not None:
@@ -428,7 +426,7 @@ class TextFiles:
             yield head, first
 
     def _head(self, text: bytes, url: str, *, is_whole: bool) -> TextHead | None:
-        """The head in the beginning of a file; None where more of it is needed. Refuses what is no UTF-8 or ASCII."""
+        """Head at the beginning of a file; None if more of it is needed. Refuses text that is not UTF-8 or ASCII."""
         if text[:2] in (b"\xff\xfe", b"\xfe\xff") or (len(text) > 3 and text[:4].count(0) >= 2):
             raise FileDamaged(
                 url=url, problem="it is text in UTF-16 or UTF-32, or no text at all; UTF-8 is read"

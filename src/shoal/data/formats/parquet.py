@@ -1,7 +1,7 @@
 """Parquet files as one table: row groups are the blocks.
 
-Footers are read when the table is opened; columns that nobody asked for, and
-row groups that `where=` rules out by their statistics, are never read.
+Footers are read when the table is opened; unselected columns, and row groups that `where=` rules
+out by their statistics, are never read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ColumnBounds(NamedTuple):
     smallest: Any
     largest: Any
     has_nulls: bool
-    """True also where nobody counted."""
+    """True also if they were not counted."""
 
 
 class Condition(NamedTuple):
@@ -56,7 +56,7 @@ class Condition(NamedTuple):
     """Of a type whose statistics are its values: no NaN beside them, no long string cut short."""
 
     def decide(self, known: ColumnBounds | None) -> bool | None:
-        """True where all rows fulfil it, False where none does, None where only reading them tells."""
+        """True if all rows satisfy it, False if none does, None if only reading them tells."""
         if known is None:
             return None
         low, high, value = known.smallest, known.largest, self.value
@@ -83,7 +83,7 @@ class Condition(NamedTuple):
         return True if holds and self.is_exact and not known.has_nulls else None
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
-        """The rows that fulfil it."""
+        """Rows that satisfy it."""
         array: Any = table.column(self.column)
         if self.operation in ("in", "not in"):
             found: Any = pc.is_in(array, value_set=pa.array(list(self.value)).cast(array.type))
@@ -95,14 +95,14 @@ class Condition(NamedTuple):
 
 
 class Predicate:
-    """`where=`: any of several lists of conditions, each list as a whole. A missing value fulfils no condition.
+    """`where=`: any of several lists of conditions, each list as a whole. A missing value satisfies no condition.
 
-    Statistics are judged here and not by pyarrow's own pruning, which drops
-    rows with NaN: `x != 5.0` over [5.0, NaN] gives it no row group (26.0).
+    Statistics are evaluated here and not by pyarrow's own pruning, which drops rows with NaN: `x !=
+    5.0` over [5.0, NaN] gives it no row group (26.0).
     """
 
     def __init__(self, where: Any, types: Mapping[str, pa.DataType], file: str) -> None:
-        """`types` are those of the columns that `file` has; refuses what cannot be compared."""
+        """`types` are those of the columns that `file` has; refuses values that cannot be compared."""
         self._any_of = [[_condition(one, types, file) for one in group] for group in _normal(where)]
         self.columns = sorted({one.column for group in self._any_of for one in group})
 
@@ -279,11 +279,11 @@ class ParquetTable:
         try:
             return self._read(part.file, part.groups)
         except (pa.ArrowException, OSError):
-            # One of them is damaged; the others need not be.
+            # One of them is damaged; the others may be intact.
             return joined_rows([self._read_or_bad(part.file, group) for group in part.groups])
 
     def _wanted_ranges(self, file: int) -> list[tuple[int, int]]:
-        """The bytes of the chosen columns, and the footer: where files come from elsewhere, no others do."""
+        """Byte ranges of the chosen columns, and the footer: for remote files only these are transferred."""
         footer = self._footers[file]
         tail = footer.serialized_size + (64 << 10)  # some of what stands before it is read with it
         ranges = [(max(self._infos[file].num_bytes - tail, 0), self._infos[file].num_bytes)]
@@ -343,7 +343,7 @@ class ParquetTable:
             raise FileDamaged(url=info.url, problem=problem) from error
 
     def _open(self, file: int) -> pq.ParquetFile:
-        """One per reader: they are not to be shared between threads."""
+        """One per reader: they are not thread-safe."""
         return pq.ParquetFile(
             file_of(self._files, self._infos[file]),
             metadata=self._footers[file],
@@ -389,7 +389,7 @@ class ParquetTable:
         return f"{self._infos[file].url}, {number}"
 
     def _kept_rows(self) -> list[list[int]]:
-        """Rows of each row group of each file that `where=` keeps; reads what statistics leave open."""
+        """Rows of each row group of each file that `where=` keeps; reads the groups that statistics do not decide."""
         counts = [
             [footer.row_group(g).num_rows for g in range(footer.num_row_groups)] for footer in self._footers
         ]

@@ -1,9 +1,8 @@
 """A table or a query of a database as a table: ranges of a key, read one by one.
 
-The row counts found at opening are checked when a range is read: a range with
-another number of rows is refused, rows whose values change while their number
-stays are not noticed. Connections are kept and replaced here; the dialects are
-in `databases.py`.
+Row counts found at opening are checked when a range is read: a range with another number of rows is
+refused; changed values with the same number are not noticed. Connections are pooled here; the
+dialects are in `databases.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ from shoal.runtime import events
 Result = TypeVar("Result")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-_MOST_AT_ONCE, _MOST_IDLE = 2, 1  # of one process: a server lets a hundred in, and jobs have many workers
+# Per process: a server allows a hundred connections, and jobs have many workers.
+_MOST_AT_ONCE, _MOST_IDLE = (2, 1)
 
 
 class Sessions:
@@ -66,14 +66,14 @@ class Sessions:
         self._close = weakref.finalize(self, _close_all, self._idle, self._owner)
 
     def first(self, read: Callable[[Session], Result]) -> Result:
-        """The first read: a failure is raised at once, as it is likelier a wrong name than an accident."""
+        """First read: an error is raised at once, as it is more likely a wrong name than an outage."""
         try:
             return self._once(read)
         except ConnectionGone as gone:
             raise DatabaseRefused(place=self.database.place, reason=str(gone)) from None
 
     def again(self, read: Callable[[Session], Result], *, what: str) -> Result:
-        """A later read: retried with a new connection where one breaks, until the time is over."""
+        """Later read: retried with a new connection if one breaks, until the time is over."""
         first_failed_at: float | None = None
         pause_s = _FIRST_PAUSE_S
         num_attempts = 0
@@ -100,7 +100,7 @@ class Sessions:
                         num_attempts=num_attempts,
                         waited_s=now - first_failed_at,
                     ) from None
-            # The first new connection is tried at once: a server that dropped an idle one is there all the same.
+            # The first reconnect is immediate: a server that dropped an idle connection is likely up.
             if num_attempts > 1:
                 time.sleep(min(pause_s, left_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -124,7 +124,7 @@ class Sessions:
                 is_whole = True
                 return result
             except QueryRefused:
-                # The connection is as good as before, once the failed transaction is over.
+                # The connection is usable again, once the failed transaction is over.
                 try:
                     session.end()
                     is_whole = True
@@ -140,7 +140,7 @@ class Sessions:
                     session.close()
 
     def _own(self) -> None:
-        """Leave the parent's connections alone in a forked child: closing one would end the parent's session."""
+        """Drop the parent's connections in a forked child without closing them, which would end the parent's session."""
         if self._owner == os.getpid():
             return
         self._lock, self._free = threading.Lock(), threading.BoundedSemaphore(_MOST_AT_ONCE)
@@ -212,10 +212,10 @@ def cuts_query(relation: str, key: str, literal: str, step: int) -> str:
 
 
 def ranges_between(cuts: Sequence[tuple[str, int]], *, num_keyed: int, num_null: int) -> list[KeyRange]:
-    """The ranges from cut to cut; the first cut is the smallest key there is.
+    """Ranges from cut to cut; the first cut is the smallest key.
 
-    The outermost ranges are open, so that a row that comes later falls into
-    one of them and is noticed; rows without a key are a range of their own.
+    The outermost ranges are open, so that a later row falls into one of them and is noticed; rows
+    without a key are a range of their own.
     """
     limits = [None, *(value for value, _ in cuts[1:]), None]
     starts = [*(int(start) for _, start in cuts), num_keyed]
@@ -231,7 +231,7 @@ def _short(literal: str | None) -> str | None:
 
 
 _NAME = re.compile(r'[^\s();"]+|"[^"]+"(\."[^"]+")?')
-_TEXT_BYTES = 32  # about, of a string or a list nobody has looked at
+_TEXT_BYTES = 32  # estimate for an unread string or list
 
 
 def _row_bytes(columns: Sequence[Column]) -> int:
@@ -323,8 +323,8 @@ class _Wish(NamedTuple):
 class SqlTable:
     """Rows of a relation in the order of a key, in ranges of it.
 
-    Without a key the whole is one range, ordered by all its columns: rows that
-    are equal in all of them may change places, and nobody can tell.
+    Without a key the whole is one range, ordered by all its columns: only rows equal in all of them
+    may swap, which makes no difference.
     """
 
     def __init__(self, sessions: Sessions, relation: Relation, wish: _Wish) -> None:
@@ -369,7 +369,7 @@ class SqlTable:
                 then=part.num_rows,
                 now=table.num_rows,
             )
-        # For messages: the value of the key is what people can look up, where it was read.
+        # For messages: users can look up the value of the key, if it was read.
         keys = self._key.shown if self._key and self._key.shown in table.column_names else None
         first_row = self.blocks[block].first_row
 
@@ -378,7 +378,7 @@ class SqlTable:
                 return {"where": self._where, "row": first_row + row + 1}
             return {"where": f"{self._where}, {keys} = {table.column(keys)[row].as_py()!r}"}
 
-        # Bad values came as null; the first reason told of a row is the real one.
+        # Bad values came as null; the first reason given for a row is the real one.
         bad = BadRows(address)
         for bad_value in bad_values:
             bad.add(*bad_value)
@@ -395,7 +395,7 @@ class SqlTable:
         }
 
     def _was_read(self, block: int) -> None:
-        """Close connections once every range was read: its rows are in a cache by then."""
+        """Close connections once every range was read: its rows are cached by then."""
         self._unread.discard(block)
         if not self._unread:
             self._unread = set(range(len(self.blocks)))
@@ -423,10 +423,10 @@ class SqlTable:
         return column._replace(kind=pa.string(), expression=column.as_text)
 
     def _question(self, key: SqlKey | None, asked: Sequence[SqlColumn]) -> str:
-        """A name for "which ranges?" that all workers of a job give it, and only they.
+        """Name of the request for the ranges, equal for all workers of a job, and only for them.
 
-        The script asks the same in the same order on every rank and after a
-        restart, so the number of times it was asked here is part of the name.
+        The script makes the same requests in the same order on every rank and after a restart, so
+        the number of requests so far is part of the name.
         """
         types = [str(column) for column in asked]
         text = json.dumps(
@@ -479,7 +479,8 @@ class SqlTable:
 
     def _select(self, part: KeyRange) -> str:
         outputs = [f"{column.expression} AS {quoted(column.name)}" for column in self._asked]
-        # Rows that share a key are told apart by what is read of them; where nothing differs, nothing matters.
+        # Rows that share a key are ordered by the columns read; rows equal in all of them are
+        # interchangeable.
         order = [str(number + 1) for number in range(len(outputs))]
         condition = ""
         if self._key is not None:

@@ -1,12 +1,11 @@
 """Streams of records as tables: Kafka partitions and Flight endpoints, read in an order that all workers agree on.
 
-A log keeps records by (partition, offset). The plan of a stream says which of
-them stand at which positions: a list of segments (partition, begin, end), dealt
-round the partitions, each read as one block. With `until="now"` the plan is
-whole when the stream is opened and the stream is a table like any other; else
-it grows as records come. A plan is written to the run directory before anybody
-reads by it, and to checkpoints, so a replaced or resumed worker reads the same
-records at the same positions. `kafka.py` and `flight.py` are the logs.
+A log keeps records by (partition, offset). The plan of a stream assigns them to positions: a list
+of segments (partition, begin, end), round-robin over the partitions, each read as one block. With
+`until="now"` the plan is complete when the stream is opened and the stream is an ordinary table;
+otherwise it grows as records arrive. A plan is written to the run directory before any worker reads
+by it, and to checkpoints, so a replaced or resumed worker reads the same records at the same
+positions. `kafka.py` and `flight.py` are the logs.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ def _checked_start(start: Any) -> str | Mapping[int, int]:
 
 
 def _shared_file() -> Path:
-    """Where the workers of a job, and their reader processes, agree on the plan of the n-th stream of the script."""
+    """File in which the workers of a job, and their reader processes, agree on the plan of the script's n-th stream."""
     job, number = jobs.share(), next(_numbers)
     if not job.launched:
         here = Path(tempfile.mkdtemp(prefix="shoal-streams-"))
@@ -215,12 +214,13 @@ def next_round(nexts: Sequence[int], ends: Sequence[int], size: int, most: int) 
 
 
 class SegmentPlan:
-    """The records at each position: append-only, written down before it is used, and the same for all workers.
+    """The records at each position: append-only, written before it is used, and equal for all workers.
 
-    The file's first line, its head, holds the place of the stream and the first offsets, a later one the types of
-    the columns, the others a round of segments each. A checkpoint that is taken up is one more head, with types and
-    rounds, that replaces all before it: no line is ever changed. `base` is the position of the first segment that is
-    kept: a checkpoint of an endless stream has no more than those behind it.
+    The file's first line, its head, holds the place of the stream and the first offsets, a later
+    one the types of the columns, the others a round of segments each. A resumed checkpoint appends
+    one more head, with types and rounds, that replaces all before it: no line is ever changed.
+    `base` is the position of the first segment that is kept: a checkpoint of an endless stream only
+    has the segments behind it.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class SegmentPlan:
         self._num_read = 0  # bytes of the file
         self._head: Mapping[str, Any] | None = None
         self.types: str | None = None
-        """Of the columns, once somebody has found them."""
+        """Types of the columns, once known."""
         with self._agreed():
             if self._head is None:
                 begins, ends = log.begins(start), log.ends([]) if is_whole else None
@@ -258,13 +258,13 @@ class SegmentPlan:
         return self.num_rows == ENDLESS
 
     def extend_to(self, num_rows: int) -> None:
-        """Return when so many positions are planned, waiting for records where they have not come yet."""
+        """Return when this many positions are planned; waits for records that have not arrived."""
         if num_rows <= self.bounds[-1]:
             return
         since, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while True:
             before = self.bounds[-1]
-            with self._agreed():  # what another worker has planned comes first
+            with self._agreed():  # another worker's additions come first
                 while self.bounds[-1] < num_rows:
                     ends = self._log.ends(self._nexts)
                     self._refuse_shrunk(ends)
@@ -319,7 +319,7 @@ class SegmentPlan:
         }
 
     def import_state(self, state: Mapping[str, Any]) -> None:
-        """Go by the plan of a checkpoint, in another run directory too."""
+        """Continue by the plan of a checkpoint, in another run directory too."""
         base, rounds = state["base"], [RecordSegment(*each) for each in state["rounds"]]
         if self.is_whole:
             if (state["begins"], state["ends"]) != (self.begins, self.ends):
@@ -337,13 +337,13 @@ class SegmentPlan:
             if not is_same:  # one that has grown since is the same
                 self._write({"place": self._log.place, **state})
 
-    # ---- what is agreed on ----
+    # ---- agreement between workers ----
 
     @contextlib.contextmanager
     def _agreed(self) -> Iterator[None]:
-        """With the lock of all workers, and knowing all that was written."""
+        """Context with the lock of all workers, after reading everything written."""
         with self._file.open("a+b") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)  # ends with the process, however that ends
+            fcntl.flock(held, fcntl.LOCK_EX)  # released when the process ends, in any way
             self._learn()
             yield
 
@@ -360,7 +360,7 @@ class SegmentPlan:
         line = json.dumps(said).encode() + b"\n"
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            os.ftruncate(descriptor, self._num_read)  # half a line of somebody who died
+            os.ftruncate(descriptor, self._num_read)  # a partial line of a dead process
             os.pwrite(descriptor, line, self._num_read)
         finally:
             os.close(descriptor)
@@ -395,7 +395,7 @@ class SegmentPlan:
         return nexts
 
     def _refuse_another(self) -> None:
-        """Refuse the plan of another stream: files go by the order in which a script opens its streams."""
+        """Refuse the plan of another stream: files are numbered in the order in which a script opens its streams."""
         assert self._head is not None
         there = self._head.get("place", self._log.place), self._head["ends"] is not None
         if there != (self._log.place, self.is_whole):

@@ -160,7 +160,7 @@ class DecodedRows:
     """By name, as the schema says: [num_rows, *shape], or a Ragged of num_rows."""
 
     bad: Mapping[int, BadSample] = field(default_factory=dict)
-    """Row within the block to what is wrong with it; its columns hold something of the right type and no meaning."""
+    """Row within the block to its error; its columns hold placeholder values of the right type."""
 
 
 class Table(Protocol):
@@ -212,7 +212,7 @@ class GrowingTable(Protocol):
 
 
 def empty_rows(columns: Sequence[Column], num_rows: int, bad: Mapping[int, BadSample]) -> DecodedRows:
-    """Rows of the right types and no meaning, for a block of which every row is bad."""
+    """Placeholder rows of the right types, for a block of which every row is bad."""
     made: dict[str, NDArray[Any] | Ragged] = {}
     for column in columns:
         if column.is_ragged:

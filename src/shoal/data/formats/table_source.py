@@ -65,7 +65,6 @@ def chosen(
 
 
 def label_names(label: str | Sequence[str] | None) -> list[str]:
-    """The columns that are the label."""
     if label is None or (isinstance(label, str) and label):
         return [] if label is None else [label]
     if not isinstance(label, Sequence) or isinstance(label, str):
@@ -217,7 +216,6 @@ def _batch(column: Column, values: Ragged) -> Any:
 
 
 def column_samples(column: Column, values: torch.Tensor | Ragged) -> Sequence[Any]:
-    """The rows of a column, one by one."""
     if isinstance(values, torch.Tensor):
         return values.unbind(0)
     if column.kind == "text" and not column.is_list:

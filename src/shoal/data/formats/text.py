@@ -1,8 +1,8 @@
 """CSV files and JSON lines as one table, parsed by Arrow.
 
-Types are found in the first rows, or said by `schema=`; numbers with a point
-are float32, as torch means floats, and whole ones int64. A block that Arrow
-refuses is read again value by value, to name each bad row of it.
+Types are inferred from the first rows, or given by `schema=`; numbers with a point are float32,
+torch's default, and whole ones int64. A block that Arrow refuses is read again value by value, to
+name each bad row of it.
 """
 
 from __future__ import annotations
@@ -384,14 +384,14 @@ class CsvDecoder(_TypedDecoder):
             try:
                 found = self._parser.table(text, self._named[file], {}, unknown)
             except pa.ArrowInvalid:
-                # A row of another number of fields, which is told when it is asked for; unless all are such.
+                # A row with another number of fields is reported when it is requested; unless all are such.
                 bad = BadRows(lambda row: {"where": urls[0], "row": row + 1})
                 found = self._careful(text, self._named[file], unknown, {}, bad)
                 if number == 0 and len(bad) == found.num_rows:
                     raise bad[0] from None
             self._num_looked_at += found.num_rows
             types |= {
-                # Arrow takes text that is no UTF-8 for bytes, and with it the column.
+                # Arrow takes text that is not UTF-8 for bytes, and the whole column with it.
                 field.name: pa.string()
                 if pa.types.is_binary(field.type)
                 else as_torch_means(field.type, given.get(field.name))
@@ -412,8 +412,8 @@ class CsvDecoder(_TypedDecoder):
     ) -> pa.Table:
         """All rows of a text that Arrow refuses; bad ones are added to `bad` and are null.
 
-        Slow and exact: values are judged by the converter that refused them.
-        Columns without a type are inferred.
+        Slow and exact: values are judged by the converter that refused them. Columns without a type
+        are inferred.
         """
         odd: list[int] = []
 
@@ -524,7 +524,7 @@ class JsonDecoder(_TypedDecoder):
         texts: Iterable[tuple[int, bytes]],
     ) -> dict[str, pa.DataType]:
         """Types of all columns, or at least of those wanted: the given ones, and those Arrow infers from the first rows."""
-        found: dict[str, pa.DataType] = {}  # in the order of the file, types that nobody knows yet among them
+        found: dict[str, pa.DataType] = {}  # in the order of the file, including types not known yet
         for number, (_, text) in enumerate(texts):
             asked = found.keys() | given.keys() if wanted is None else wanted
             known = [name for name in asked if name in given or not is_unknown(found.get(name, pa.null()))]
@@ -581,20 +581,20 @@ def _one_array(url: str) -> DataError:
 
 _ARROW_BLOCK_BYTES = 1 << 20  # Arrow's own default; a row that is longer is refused
 _NULL_LINE = re.compile(rb"^[ \t\r]*null", re.MULTILINE)
-_DEEPEST = 500  # levels; Arrow's parser calls itself for each, and dies of some 10,000
+_DEEPEST = 500  # levels; Arrow's parser recurses for each, and crashes at some 10,000
 
 
 def _block_bytes(text: bytes) -> int:
-    """Bytes that Arrow parses at once: more than the longest row where the text may have one of several blocks."""
+    """Bytes that Arrow parses at once: more than the longest row if the text has several blocks."""
     longest = max(map(len, text.split(b"\n")), default=0) if len(text) > _ARROW_BLOCK_BYTES else 0
     return _ARROW_BLOCK_BYTES if longest < _ARROW_BLOCK_BYTES else len(text) + 1
 
 
 def _parsed(text: bytes, schema: pa.Schema | None) -> pa.Table:
-    """RecursionError where Arrow's parser would end the process."""
+    """Parse by Arrow; RecursionError for nesting that would crash its parser."""
     if depth_of(text) > _DEEPEST:
         raise RecursionError
-    # Arrow takes a line that is null for a row of nulls, and the first of all as one ends the process.
+    # Arrow takes a line that is null for a row of nulls, and crashes if it is the first.
     if b"null" in text and _NULL_LINE.search(text):
         raise pa.ArrowInvalid("a line is null")
     options = pyarrow.json.ParseOptions(
@@ -663,7 +663,7 @@ def _array(values: list[Any], kind: pa.DataType) -> ArrowArray:
 
 
 def _refuse_kin(value: Any, kind: Any) -> None:
-    """Python takes True for a number and 1.5 for a whole one, and JSON does not."""
+    """Refuse values that only Python accepts: True for a number, 1.5 for a whole one."""
     if isinstance(value, bool) and not pa.types.is_boolean(kind):
         raise TypeError("a bool is no number")
     if isinstance(value, float) and pa.types.is_integer(kind):

@@ -1,14 +1,13 @@
 """TFRecord files of `tf.train.Example`s as a table, without TensorFlow; compressed ones as a stream.
 
-A file is a row of frames: length, its checksum, data, its checksum. One scan
-when a file is opened finds the records and checks every length, without which
-the next record could not be found; checksums of the data are checked when it
-is read. After the scan any range of records can be read by itself.
+A file is a row of frames: length, its checksum, data, its checksum. One scan when a file is opened
+finds the records and checks every length, without which the next record could not be found;
+checksums of the data are checked when it is read. After the scan any range of records can be read
+by itself.
 
-Checksums are CRC-32C, turned and moved by a constant ("masked"), little-endian.
-Records of some hundred bytes are checked faster by the kernels here than by a
-library call each (measured: 123 ns against 304 for 200 bytes, equal at about
-800); long ones go to the library.
+Checksums are CRC-32C, rotated and offset by a constant ("masked"), little-endian. Records of some
+hundred bytes are checked faster by the kernels here than by a library call each (measured: 123 ns
+against 304 for 200 bytes, equal at about 800); long ones go to the library.
 """
 
 from __future__ import annotations
@@ -369,7 +368,7 @@ class TFRecordTable:
         self._files, self._features = files, features
         self._parser = ExampleParser(features)
         for each in (scan, frames):
-            each.prepare()  # here, so that processes forked from this one need not
+            each.prepare()  # here, so that forked processes need not
         self.columns: tuple[Column, ...] = tuple(feature.column for feature in features)
         scans = remembered(
             identity_of(found, format="tfrecord scan"), lambda: [scan_file(files, info) for info in found]
@@ -450,7 +449,7 @@ class RecordStream(RowStream):
             begins = np.empty(len(data) // FRAME + 1, np.int64)
             count, next_at, is_damaged = scan(array, 0, begins)
             num_wanted = max(next_at - len(data), _CHUNK_BYTES)
-            if next_at > len(data):  # the last one is not all there yet
+            if next_at > len(data):  # the last one is incomplete so far
                 count, next_at = count - 1, int(begins[count - 1])
             if count:
                 records, _ = split_records(data[:next_at], count)

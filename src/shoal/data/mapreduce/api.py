@@ -1,11 +1,10 @@
-"""`map_reduce`: arguments become tasks in a directory, and those an Aggregate.
+"""`map_reduce`: arguments become tasks in a directory, and their results an Aggregate.
 
-An aggregate whose inputs are known by a key lies in the host's cache,
-`~/.cache/shoal/map_reduce/<key>/` (or under XDG_CACHE_HOME), and is reused, also
-while it is being computed. It is evicted when it was not used for 30 days, or
-as the least recently used when the cache has grown past 8 GiB; the directory
-may be deleted at any time. Any other aggregate lies in the scratch directory
-of the job or process and goes with it.
+An aggregate with known identity is in the host's cache, `~/.cache/shoal/map_reduce/<key>/` (or
+under XDG_CACHE_HOME), and is reused, also while it is being computed. It is evicted when unused for
+30 days, or as the least recently used when the cache exceeds 8 GiB; the directory may be deleted at
+any time. Any other aggregate is in the scratch directory of the job or process and is deleted with
+it.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Aggregate(Mapping[Any, Any]):
     def __init__(self, directory: Path, num_partitions: int, *, was_reused: bool) -> None:
         self.directory = directory
         self.was_reused = was_reused
-        """Nothing had to be computed: it was there, by its key."""
+        """Nothing was computed: the result existed under its key."""
         self._files = [RunFile(directory / f"part-{number:05d}") for number in range(num_partitions)]
         self._indices: dict[int, tuple[list[bytes], list[int]]] = {}
         weakref.finalize(self, _close, self._files)
@@ -191,7 +190,7 @@ def map_reduce(
     description = _digest([[part.describe() for part in parts], called, sizes])
     shuffle: Shuffle | None = None
     if job.is_on_several_hosts:
-        # Known to all hosts by its description: the identity of their files may differ.
+        # All hosts know it by its description: the identity of their files may differ.
         name = numbered(description)
         place = own or in_scratch(f"{name}-host-{job.host}")
         shuffle = Shuffle(
@@ -224,7 +223,7 @@ def map_reduce(
 
 
 def _given(key: str, sizes: tuple[Any, ...]) -> str:
-    """The user says what the inputs are; how it is cut into tasks still counts, or halves of two could meet."""
+    """The user gives the key; the division into tasks is added, or halves of two could meet."""
     return _digest(["given", key, sizes])
 
 
@@ -289,17 +288,17 @@ def in_scratch(name: str) -> Path:
 
 
 def numbered(description: str) -> str:
-    """Name of a call of the script: every rank finds the one of its own call.
+    """Name of a call of the script, equal on every rank.
 
-    Calls that look alike are numbered; so a rank that makes calls of its own
-    besides does not come upon another's.
+    Calls that look alike are numbered, so that a rank's additional calls do not collide with
+    another's.
     """
     _num_calls[description] += 1
     return f"{description}-{_num_calls[description]}"
 
 
 def sweep(root: Path, *, keep: Path, max_bytes: int = _MAX_BYTES, max_idle_s: float = _MAX_IDLE_S) -> None:
-    """Remove what was not used for long, and the least recently used of what is too much."""
+    """Remove aggregates unused for long, and the least recently used beyond the limit."""
     now = time.time()
     entries = sorted(((_last_used(entry), entry) for entry in root.iterdir() if entry.is_dir()), reverse=True)
     total = 0

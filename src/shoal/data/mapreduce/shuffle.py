@@ -1,12 +1,10 @@
-"""Shuffle between hosts without a common file system: each host runs its share of the tasks and fetches the rest.
+"""Shuffle between hosts without a shared file system: each host runs its share of the tasks and fetches the rest.
 
-Tasks have an owner, a host, by their number. What a host's map tasks gave stays
-there until the host has the whole result; a reduce task fetches its partition
-of it from every owner, and at the end each host fetches the parts that others
-reduced. A host that is lost loses its outputs: its ranks start again, come to
-the same call and run its tasks again, or fetch the result from a host that has
-it. Inputs of a task are the same and in the same order on any number of hosts,
-so the result is too.
+Tasks have an owner, a host, by their number. Outputs of a host's map tasks stay there until the
+host has the whole result; a reduce task fetches its partition from every owner, and at the end each
+host fetches the parts that others reduced. A lost host loses its outputs: its ranks start again,
+come to the same call and run its tasks again, or fetch the result from a host that has it. Inputs
+of a task are equal and in the same order on any number of hosts, so the result is too.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class Shuffle:
         self._server.introduce(("run", run), ShareRun(run, str(directory), num_partitions))
 
     def share(self) -> None:
-        """Let other hosts have what is here, now and later."""
+        """Publish outputs of this host to others, now and later."""
         self._server.ensure_connected()
 
     def own(self, names: list[str]) -> list[str]:
@@ -45,7 +43,7 @@ class Shuffle:
         return [name for name in names if self._owner(name, len(names)) == self._hosts.mine]
 
     def has_result(self, part_names: list[str]) -> bool:
-        """Fetch the result from a host that has all of it, and may have removed what its map tasks gave."""
+        """Fetch the result from a host that has all of it, and may have removed its map outputs."""
         for host in self._hosts.others:
             state = self._ask(host, _NO_TASK, -1)
             if isinstance(state, ShuffleState) and state.is_complete:
@@ -74,7 +72,7 @@ class Shuffle:
         return found
 
     def bring_part(self, part: str, num_parts: int, beat: Callable[[], None]) -> None:
-        """Wait until a part that another host reduces is here."""
+        """Wait until a part that another host reduces has arrived."""
         self._bring(self._owner(part, num_parts), part, -1, beat)
 
     def close(self) -> None:
@@ -84,7 +82,7 @@ class Shuffle:
         return self._hosts.all[int(name[-5:]) * len(self._hosts.all) // num_tasks]
 
     def _bring(self, host: int, task: str, partition: int, beat: Callable[[], None]) -> bool:
-        """Wait until an output is here; False where its host has the whole result, and this no more."""
+        """Wait until an output has arrived; False if its host only has the whole result now."""
         pause_s, longest_s = _PAUSES_S
         progress, reason, since = -1, "", time.monotonic()
         while True:

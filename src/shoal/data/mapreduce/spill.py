@@ -1,12 +1,10 @@
 """Sorted runs of (key, value) records in files, and the buffer of a map task that spills them.
 
-Keys are bytes that sort as the keys do, so that runs are merged by comparing
-bytes, and a key's partition is the same in every process. A file appears under
-its name only when it is whole: it is written beside it and renamed. Its end
-says where each partition begins, how many records it has and their checksum.
-Values of a key keep the order in which they were given, through every spill and
-merge, so the input of a combine or reduce function does not depend on the
-process that ran the task.
+Keys are encoded as bytes with the same order, so that runs are merged by comparing bytes, and a
+key's partition is equal in every process. A file is written under a temporary name and renamed when
+it is complete. Its end has the beginning of each partition, its number of records and their
+checksum. Values of a key keep the order in which they were given, through every spill and merge, so
+the input of a combine or reduce function does not depend on the process that ran the task.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Map-reduce with programs that read lines and print `key<TAB>value` lines, by Hadoop Streaming's contract.
 
-Inputs are cut at line ends into map tasks. A map task feeds its lines to the
-mapper, cuts what it prints into partitions by a hash of the key, and has
-`sort(1)` order each by key. A reduce task merges one partition of all map tasks,
-in their order, into the reducer. So the result is the same for any number of
-workers, here and on an engine. A task writes under a name of its attempt and
-renames when it is whole: one that fails is run again, alone.
+Inputs are divided at line ends into map tasks. A map task feeds its lines to the mapper, partitions
+its output by a hash of the key, and sorts each partition by `sort(1)`. A reduce task merges one
+partition of all map tasks, in their order, into the reducer. So the result is the same for any
+number of workers, here and on an engine. A task writes under a name of its attempt and renames at
+the end: a failed one is retried, alone.
 """
 
 from __future__ import annotations
@@ -236,7 +235,7 @@ class _ReduceTask:
                 self.config.reducer, "reducer", where, self.directory, merge.stdout, variables
             ):
                 file.write(line)
-            merge.stdout.close()  # a reducer that wanted no more leaves lines that nobody reads
+            merge.stdout.close()  # a reducer that stopped reading leaves lines behind
             if merge.wait() not in (0, -signal.SIGPIPE):
                 raise _unsorted(merge.stderr.read(), where)
 

@@ -1,15 +1,14 @@
 """The tasks of one aggregate: map tasks over stretches of the data, reduce tasks over partitions of the keys.
 
     <directory>/
-        claims/map-00003      who runs it: a line per attempt, under a file lock
-        map-00003             what it gave: sorted runs, a stretch per partition
+        claims/map-00003      attempts: a line each, under a file lock
+        map-00003             its output: sorted runs, a stretch per partition
         part-00001            a reduced partition: the keys in order, each with its result
 
-A task's output exists or it does not; there is nothing else to know about it.
-So any number of processes may run `finish` at the same time, whenever they
-come, and a death costs only the task that was running. The process
-that has the lock of a task's claim runs it; the kernel releases the lock when
-that process ends, however it ends.
+A task's output exists or not; there is no other state. So any number of processes may run `finish`
+at the same time, whenever they start, and a death costs only the running task. The process that
+holds the lock of a task's claim runs it; the kernel releases the lock when that process ends, in
+any way.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _FLOCK = struct.Struct("hhqqi")  # Linux's struct flock on 64 bits: type, whence
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One line of a task's file: somebody began to run it and has not finished."""
+    """One line of a task's file: a process began to run it and has not finished."""
 
     who: str
     run: str
@@ -71,7 +70,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Claim:
-    """A task that is ours until `release`. `beat` shows that it goes on."""
+    """A task claimed by this process until `release`. `beat` is its heartbeat."""
 
     def __init__(self, path: Path, fd: int, attempts: list[Attempt], num_bytes: int) -> None:
         self._path, self._fd, self._begin = path, fd, num_bytes
@@ -87,7 +86,7 @@ class Claim:
             os.utime(self._fd)
 
     def release(self) -> None:
-        """The task is done, or was given up in order: the attempt is not held against it."""
+        """Release a finished or abandoned task: the attempt does not count as a failure."""
         os.ftruncate(self._fd, self._begin)
         _forget(self._path)
         os.close(self._fd)
@@ -122,7 +121,7 @@ class Claims:
         return Claim(path, fd, [one for one in _attempts(whole) if one.run == self._run], len(whole))
 
     def standing(self, names: list[str]) -> dict[str, int]:
-        """When each of these tasks last showed a sign of life; a change is what counts."""
+        """Last heartbeat of each of these tasks; only changes matter."""
         found = {}
         for name in names:
             try:
@@ -165,7 +164,7 @@ def _attempts(text: bytes) -> list[Attempt]:
     return attempts
 
 
-# A POSIX lock does not keep a process from itself, so what this one has is remembered, per process.
+# A POSIX lock does not exclude its own process, so the locks of this process are recorded.
 _held: tuple[int, set[Path]] = (os.getpid(), set())
 _guard = threading.Lock()
 
@@ -249,7 +248,7 @@ class Tasks:
         return not self._missing(self.part_names)
 
     def finish(self) -> None:
-        """Run tasks until there are none left, and wait for those of others. Raises what a user's function raises."""
+        """Run tasks until none is left, and wait for those of others. Raises errors of a user's function."""
         shuffle = self._shuffle
         if shuffle is None:
             self._run_all(self.map_names, self._map)
@@ -258,9 +257,8 @@ class Tasks:
             self._run_all(shuffle.own(self.map_names), self._map)
             self._run_all(shuffle.own(self.part_names), self._reduce)
             self._run_all(self.part_names, self._bring)
-        for path in (
-            self.directory.iterdir()
-        ):  # what was sorted, and what the killed have left; nobody writes any more
+        # Sorted runs, and leftovers of killed processes; nothing writes any more.
+        for path in self.directory.iterdir():
             if path.name.startswith(("map-", ".")):
                 path.unlink(missing_ok=True)
 
@@ -281,7 +279,7 @@ class Tasks:
         turned = names[at:] + names[:at]
         pauses, watch = _growing(), self.watch()
         while True:
-            if self.is_complete:  # perhaps by others, who have then removed what map tasks gave
+            if self.is_complete:  # perhaps by others, who have then removed the map outputs
                 return
             missing = set(self._missing(names))
             left = [name for name in turned if name in missing]
@@ -305,7 +303,7 @@ class Tasks:
                 time.sleep(next(pauses))
 
     def _attempt(self, name: str, number: int, claim: Claim, run: Callable[[int, Claim], None]) -> None:
-        """Run a task; again where the system failed it, not where a function of the user's is wrong."""
+        """Run a task; retried after a system failure, not after an error of the user's function."""
         if claim.attempts:
             events.emit(
                 "map-reduce task run again", task=name, after=[attempt.who for attempt in claim.attempts]
@@ -413,7 +411,7 @@ class Tasks:
 
 
 class StallWatch:
-    """Notices when nothing has moved for too long."""
+    """Detects that nothing has progressed for too long."""
 
     def __init__(self, claims: Claims, timeout_s: float) -> None:
         self._claims, self._timeout_s = claims, timeout_s
@@ -513,7 +511,7 @@ class Streamed:
             first += len(batch)
 
 
-_MAX_REPORT = 32_000  # bytes that a pipe holds before anybody reads
+_MAX_REPORT = 32_000  # bytes that a pipe holds without a reader
 _LOOK_EVERY_S = 1.0
 
 
@@ -544,7 +542,7 @@ def finish_in_processes(make_tasks: Callable[[int], Tasks], num_workers: int) ->
                 if text:
                     raise _error(msgspec.msgpack.decode(text, type=_Report))
                 if exited.code != 0 and not tasks.is_complete:
-                    # Killed: its task is free again, and hands are missing.
+                    # Killed: its task is free again, and a process is missing.
                     reports.update([_start(server, exited.pid)])
             if left := tasks.left():
                 watch.look(left)

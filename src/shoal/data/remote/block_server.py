@@ -1,13 +1,12 @@
 """Block server: serves the files of one host to the others, and fills its host's cache from theirs.
 
-There is one per host, in whichever of its workers took the lock first; when
-that worker dies the lock is free, and the next worker that needs a block takes
-it. It holds nothing that cannot be told again: the cache is on disk, and
-workers introduce their files anew over each new connection.
+There is one per host, in whichever of its workers took the lock first; when that worker dies the
+lock is free, and the next worker that needs a block takes it. It holds no state that cannot be
+rebuilt: the cache is on disk, and workers introduce their files anew over each new connection.
 
-Only workers of the job are answered, by their certificates. What a host has to
-give is said by its own workers; a worker of another host may ask for blocks of
-those files, and for the outputs of map-reduce tasks, and for nothing else.
+Only workers of the job are served, by their certificates. A host's own workers declare its files; a
+worker of another host may ask for blocks of those files, and for the outputs of map-reduce tasks,
+and for nothing else.
 """
 
 from __future__ import annotations
@@ -59,22 +58,22 @@ from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.tls import Identity, PlainStream, TlsStream
 
 FETCH_TIMEOUT_S = 60.0
-"""How long a block is asked for anywhere before the reader is told that it cannot be had."""
+"""Time for which a block is requested from any host before the reader gets an error."""
 
 WINDOW = 16
-"""Blocks that hosts are asked about at once while files are spread: what they got otherwise meanwhile is not sent."""
+"""Blocks requested from hosts at once while files are spread: blocks obtained otherwise meanwhile are not sent."""
 
-_COMING_TIMEOUT_S = 10.0  # two hosts that send each other for one block end it here, and ask its source
-_RELAYS = 8  # blocks that wait to be given on; more make the sender wait
+_COMING_TIMEOUT_S = 10.0  # two hosts that wait for each other's block stop here, and ask its source
+_RELAYS = 8  # blocks waiting to be forwarded; more block the sender
 
 INTRODUCTION_TIMEOUT_S = 10.0
 """For the handshake and the first message of a connection."""
 
 MAX_STRANGERS = 64
-"""Connections that have not said who they are; of more the oldest is closed."""
+"""Connections that have not identified themselves; of more the oldest is closed."""
 
 MAX_AWAITED = 1 << 14
-"""Blocks that others were told to send; of more all are forgotten, and fetched when they are needed."""
+"""Blocks expected from others; beyond this all are forgotten, and fetched when needed."""
 
 _OF_OWN_HOST = (UseCache, ShareFiles, NeedBlocks, FetchBlock, SpreadFiles, ShareRun, FetchRun)
 _OF_ANY_HOST = (AskFiles, AskBlock, WhichBlocks, TakeBlock, AskRun)
@@ -184,7 +183,7 @@ class BlockServer:
             raise WireError(f"{caller.name} was replaced: incarnation {newest} has spoken")
 
     def answer(self, caller: Identity, message: Message, frame: Bytes) -> tuple[Message, Bytes | None]:
-        """Answer one request. A host's own workers may say more than others'."""
+        """Answer one request. A host's own workers have more rights than others'."""
         home = self._hosts.home_of(caller)
         try:
             if isinstance(message, _OF_OWN_HOST) and home == self._hosts.mine:
@@ -263,11 +262,11 @@ class BlockServer:
                     given.remove(home)
                 given.append(home)
                 if others and not ask.insist:
-                    # It was sent once already; the host that has it passes it on.
+                    # It was sent once already; its holder passes it on.
                     return BlockAt(others[-1]), None
             coming = None if is_own else self._coming.get(block)
         if coming is not None:
-            # Still in transfer to this host: the client that was directed here came too early.
+            # Still in transfer to this host: the redirected client came too early.
             with contextlib.suppress(Exception):
                 coming.result(_COMING_TIMEOUT_S)
         data = self._cache.read_all(block)
@@ -285,7 +284,7 @@ class BlockServer:
         return self._files.read(block.url, begin, min(begin + blocks.BLOCK_BYTES, info.num_bytes))
 
     def _fetch(self, block: FileBlock, sources: Sequence[int]) -> str:
-        """Have the block in the cache; returns where it was. Several who ask at once wait for one answer."""
+        """Fetch the block into the cache; returns its source. Concurrent requests share one fetch."""
         with self._lock:
             coming = self._coming.get(block)
             if coming is None:
@@ -324,7 +323,7 @@ class BlockServer:
             pause_s = min(2 * pause_s, 0.5)
 
     def _get_from(self, source: int, block: FileBlock) -> tuple[Bytes | None, str]:
-        """The block and who gave it; or None and why not."""
+        """The block and its giver; or None and the reason."""
         answer, data = self._ask(source, AskBlock(*block))
         match answer:
             case BlockIs():
@@ -380,7 +379,7 @@ class BlockServer:
             self._send_along(*relay)
 
     def _send_along(self, block: FileBlock, data: Bytes, route: list[int]) -> None:
-        """Send to the first host on the route that takes it. A host that is left out asks when it needs it."""
+        """Send to the first host on the route that accepts it. A skipped host asks when it needs it."""
         while route and not self._is_closed:
             answer, _ = self._ask(route[0], TakeBlock(*block, route[1:]), data)
             if isinstance(answer, BlocksNoted):
@@ -417,17 +416,16 @@ class BlockServer:
             answer, _ = self._ask(host, WhichBlocks(info.url, info.stamp, first, last))
             if isinstance(answer, WantBlocks):
                 return answer.numbers
-            time.sleep(0.02)  # that host's script is not there yet
+            time.sleep(0.02)  # that host's script has not come here yet
         return ()
 
 
-_servers: dict[
-    Path, tuple[BlockServer, int]
-] = {}  # of this process, by their host's folder: the block server and its lock
+# Of this process, by their host's folder: the block server and its lock.
+_servers: dict[Path, tuple[BlockServer, int]] = {}
 
 
 def connect_block_server(hosts: PeerHosts, *, timeout_s: float) -> BlockConnection:
-    """A line to my host's block server, which may become this process."""
+    """Connection to this host's block server, which this process may become."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.001
     while True:
         server = hosts.server_of(hosts.mine)
@@ -448,9 +446,9 @@ def connect_block_server(hosts: PeerHosts, *, timeout_s: float) -> BlockConnecti
 
 
 class OwnBlockServer:
-    """The block server of this host, as its workers and their children ask it. For several threads.
+    """The block server of this host, as its workers and their children use it. Thread-safe.
 
-    What was told is told again to one that took over.
+    Introductions are repeated to a new one that took over.
     """
 
     def __init__(self, hosts: PeerHosts, *, timeout_s: float) -> None:
@@ -475,7 +473,7 @@ class OwnBlockServer:
         return what in self._told
 
     def ask(self, message: Message) -> Message:
-        """Its answer, or that of the one that comes after it; OSError where none gives one in time."""
+        """Its answer, or that of its successor; OSError if none answers in time."""
         deadline = time.monotonic() + self._timeout_s
         with self._lock:
             while True:
@@ -539,7 +537,7 @@ def _hang_up(connection: TlsStream | PlainStream) -> None:
 
 
 def _close_in_child() -> None:
-    # A lock that a child inherits would outlive its parent, and so would a socket nobody serves.
+    # A lock inherited by a child would outlive its parent, and so would an unserved socket.
     for server, lock in _servers.values():
         server.release_after_fork()
         os.close(lock)

@@ -1,7 +1,7 @@
-"""Files that lie at one host, or some at each, read at all of them.
+"""Files located at one host, or partly at each, read at all of them.
 
-A host gets the blocks it lacks into its cache, from which all its workers
-read: on demand by the first reader, or spread before anybody asks.
+A host gets missing blocks into its cache, from which all its workers read: on demand by the first
+reader, or spread in advance.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shoal.runtime.transport.messages.blocks import (
     UseCache,
 )
 
-_STALLED_S = 1.0  # nothing came for so long: the host that forwards blocks may be dead, so they are requested
+_STALLED_S = 1.0  # nothing arrived for this long: the forwarding host may be dead, so blocks are requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,13 @@ class LocationConfig:
     """One host has all, or each has some."""
 
     spread: Literal["on-demand", "broadcast", "chain"] = "on-demand"
-    """Fetched by the first who reads; or sent by the host that has them, to each, or along a chain of hosts."""
+    """Fetched by the first reader; or sent by the host that has them, to each host, or along a chain of hosts."""
 
     cache_directory: str | None = None
     """Directory of a host's copies. None: the job's scratch, removed with it."""
 
     cache_bytes: int | None = None
-    """At most so many of them. None: half of what is free there."""
+    """Limit of them in bytes. None: half of the free space there."""
 
     timeout_s: float = 60.0
     """How long other hosts are waited for."""
@@ -132,7 +132,7 @@ class LocatedFiles(Files):
         self._server.tell(("need", url), NeedBlocks(url, self._infos[url].stamp, numbers))
 
     def stage(self) -> None:
-        """Have everything here that will be read, before anything is."""
+        """Copy everything that will be read to this host, before anything is read."""
         for key in self._wheres:
             self._begin_spreading(key)
         missing = [block for url in self._infos if not self.is_here(url) for block in self._blocks(url)]
@@ -159,7 +159,8 @@ class LocatedFiles(Files):
                 raise
             found = []
         if self._config.kind == "resident":
-            # Times of change differ between hosts that hold the same file; its ends and length hardly do by accident.
+            # Modification times differ between hosts that hold the same file; its ends and length hardly
+            # coincide by accident.
             found = [info._replace(stamp=self._fingerprint(info)) for info in found]
         if self._hosts.others:
             self._server.tell(("share", key), ShareFiles(key, [(*info,) for info in found]))
@@ -187,7 +188,7 @@ class LocatedFiles(Files):
                 if isinstance(answer, FilesAre):
                     return [FileInfo(*each) for each in answer.files]
                 reason = answer.reason if isinstance(answer, BlockRefused) else reason
-            time.sleep(pause_s)  # all ranks run the same script: it will come to the same line
+            time.sleep(pause_s)  # all ranks run the same script, and will come to the same line
             pause_s = min(2 * pause_s, 0.2)
         raise DataError(
             f"host {host} has not opened the files of {key} within {self._config.timeout_s:g} s ({reason}). Nothing was "
@@ -213,7 +214,7 @@ class LocatedFiles(Files):
             data = self._cache.read(block, begin, end)
             if data is not None:
                 return data
-            self._fetch(block)  # and then it may have left again, for a cache that is far too small
+            self._fetch(block)  # it may have been evicted again, if the cache is far too small
         raise FileLost(
             url=url,
             reason=f"the host's cache of {self._cache.max_bytes} bytes is too small to hold a block until it is read",

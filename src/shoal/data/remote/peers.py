@@ -1,9 +1,9 @@
-"""Connections between the workers of several hosts that hand on files: addresses, identities, requests.
+"""Connections between the workers of several hosts that exchange files: addresses, identities, requests.
 
-A block server listens where the other hosts reach its own, and all connections
-to it are authenticated on both ends (`runtime/transport/tls.py`), those of its
-own host too. Workers of a host find their block server by a file in the host's
-folder, those of other hosts by the coordinator (`runtime/transport/endpoint.py`).
+A block server listens where the other hosts reach it, and all connections to it are authenticated
+on both ends (`runtime/transport/tls.py`), those of its own host too. Workers of a host find their
+block server by a file in the host's folder, those of other hosts through the coordinator
+(`runtime/transport/endpoint.py`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ConnectionPool:
         is_fresh = False
         while True:
             try:
-                line = idle.pop()  # atomic: no two threads get one line
+                line = idle.pop()  # atomic: no two threads get the same connection
             except IndexError:
                 line, is_fresh = BlockConnection(server, self._credentials), True
             try:
@@ -157,7 +157,7 @@ class PeerHosts:
 
     @property
     def may_serve(self) -> bool:
-        """Not in a forked child, which cannot ask the coordinator and may end before its parent."""
+        """False in a forked child, which cannot ask the coordinator and may end before its parent."""
         return os.getpid() == self._pid
 
     @property
@@ -206,7 +206,7 @@ class PeerHosts:
         return self._known.get(host)
 
     def forget(self, host: int) -> None:
-        """Look a host's block server up again: it did not answer where it was."""
+        """Look up a host's block server again: it did not answer at its last address."""
         self._known.pop(host, None)
 
     def _name(self, host: int) -> str:

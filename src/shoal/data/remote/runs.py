@@ -59,7 +59,7 @@ class SharedRuns:
         return RunPart(total), data
 
     def fetch(self, wanted: FetchRun, ask: Callable[[AskRun], tuple[Message, Bytes]]) -> Message:
-        """Have an output in the directory of its map-reduce here; where the other host has none, its answer."""
+        """Fetch an output into the directory of its map-reduce here; returns the other host's answer if it has none."""
         run = self._runs.get(wanted.run)
         if run is None:
             return BlockRefused("this map_reduce was not shared here")

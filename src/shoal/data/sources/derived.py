@@ -261,7 +261,7 @@ def checked_weight(weight: Any, where: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Rounds in which each dataset gives as much as in the one before."""
+    """Rounds in which each dataset contributes as much as in the one before."""
 
     first_round: int
     first_position: int
@@ -272,15 +272,15 @@ class _Stretch:
 class Interleaving:
     """Round-robin over datasets of these lengths: position -> (which, position there).
 
-    Each gives `block` samples, then the next; who has fewer left gives those,
-    and who has none left is passed over. Rounds differ only where a dataset
-    gives its last, so there are few kinds of rounds, and a position is found
-    by arithmetic within its kind.
+    Each contributes `block` samples, then the next; one with fewer left contributes those, and an
+    exhausted one is skipped. Rounds differ only where a dataset contributes its last, so there are
+    few kinds of rounds, and a position is found by arithmetic within its kind.
     """
 
     def __init__(self, lengths: Sequence[int], block: int) -> None:
         self.num_samples, self._block = sum(lengths), block
-        # A round is another one than that before it where a dataset gives its last full block, or its last samples.
+        # A round differs from the previous one where a dataset contributes its last full block, or its last
+        # samples.
         cuts = {0} | {edge for length in lengths for edge in (length // block, -(-length // block))}
         edges = sorted(cuts)
         self._stretches: list[_Stretch] = []
@@ -307,7 +307,7 @@ class Interleaving:
 
 
 class _Rerouted(DerivedSource):
-    """A source whose samples lie elsewhere: at other indices, in several sources, or in other epochs."""
+    """A source whose samples are elsewhere: at other indices, in several sources, or in other epochs."""
 
     @abstractmethod
     def _routes(self, indices: Indices, epoch: int) -> Iterator[tuple[Any, Source, Indices, int]]:
@@ -340,7 +340,8 @@ class _Rerouted(DerivedSource):
         for rows, source, inner, at_epoch in self._routes(indices, epoch):
             try:
                 parts.append((rows, getattr(source, what)(inner, at_epoch)))
-            except SkipSamples as found:  # bad samples are named by the indices that this stage was asked for
+            # Bad samples are reported by the indices that this stage was asked for.
+            except SkipSamples as found:
                 raise found.renamed(integers(indices)[rows], inner) from None
         return parts
 

@@ -1,7 +1,7 @@
 """Sources: samples by index, one by one or as a batch; those of arrays, functions and torch's datasets.
 
-An error of a user's function stays that error, with its traceback; a note says
-which stage, which sample and which line of theirs.
+An error of a user's function stays that error, with its traceback; a note names the stage, the
+sample and the user's line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StreamPlan(Protocol):
 
 
 def import_plans(plans: Sequence[StreamPlan], states: Sequence[Mapping[str, Any]]) -> None:
-    """Let the streams of a dataset go on as they were saved."""
+    """Continue the streams of a dataset from their saved offsets."""
     if len(plans) != len(states):
         raise DataError(
             f"the position was saved for data of {len(states)} streams, and this has {len(plans)}. Nothing was read; give the same "
@@ -49,7 +49,7 @@ class Source(ABC):
     num_samples: int
 
     runs_user_code: bool
-    """False where reading is ours alone: nothing can draw random numbers, and nothing has to be watched."""
+    """False if no user code runs: nothing can draw random numbers, and nothing has to be watched."""
 
     uses_epoch: bool = False
     """True where an index gives something else in another epoch: an augmentation."""
@@ -79,7 +79,7 @@ class Source(ABC):
         """The source and what is done to its samples, fit for JSON."""
 
     def will_need(self, indices: Indices, epoch: int = 0) -> None:
-        """These will be asked for next, in this order, in batches: a source on disk begins to read them."""
+        """Announce indices in the order of the next requests: a source on disk begins to read them."""
         return  # only a hint
 
     def share(self) -> None:
@@ -87,7 +87,7 @@ class Source(ABC):
         return  # nothing, for most
 
     def here(self) -> NDArray[np.bool_] | None:
-        """By index, whether this host has the sample and others may not; None where it makes no difference."""
+        """By index, whether this host has the sample and others may not; None if it makes no difference."""
         return None
 
     def stage(self) -> None:
@@ -104,7 +104,7 @@ class Source(ABC):
 
 
 class DerivedSource(Source):
-    """Other sources with something done to their samples. How many there are is asked when somebody wants to know."""
+    """Other sources with an operation on their samples. The number of samples is computed on demand."""
 
     name = ""
     """Of the stage, as in the method that makes it."""
@@ -336,7 +336,7 @@ class TorchSource(Source):
 
     def samples(self, indices: Indices, epoch: int = 0) -> list[Any]:
         """The dataset's items; many at once where it offers `__getitems__`."""
-        # Plain ints: a dataset that looks its index up in a dict or a list must not meet numpy's.
+        # Plain ints: a dataset that looks its index up in a dict or a list must not get numpy's.
         wanted = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
         if getattr(self._dataset, "__getitems__", None):
             samples: list[Any] = self._dataset.__getitems__(wanted)

@@ -1,11 +1,10 @@
 """A user's torch DataLoader, read by every rank for its own part.
 
-Its batch size is the batch of one update, its sampler says the order, and
-everything else (collate function, processes, pinning) is kept: each rank runs
-a DataLoader of its own over the same dataset, fed with its own indices. torch's
-own simple samplers become computed orders. Any other is asked once per epoch,
-under seeds that are a function of (seed, epoch), so all ranks get one answer
-and a resumed run gets it again.
+Its batch size is the batch of one update, its sampler gives the order, and everything else (collate
+function, processes, pinning) is kept: each rank runs a DataLoader of its own over the same dataset,
+fed with its own indices. torch's own simple samplers become computed orders. Any other is called
+once per epoch, under seeds that are a function of (seed, epoch), so all ranks get one answer and a
+resumed run gets it again.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ class LoaderFeed(IndexedFeed):
 
 
 class _Requests:
-    """The inner loader's sampler: requests go out ahead, and what they were for waits for the batches to return."""
+    """The inner loader's sampler: sends requests ahead, and queues their shares until the batches return."""
 
     def __init__(self) -> None:
         self._requests: Iterable[tuple[BatchShare, ReadRequest]] = ()

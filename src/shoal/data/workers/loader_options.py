@@ -53,7 +53,7 @@ def open_like(
 
 
 class ProcessInit:
-    """The first thing a DataLoader's process runs: shoal's own care, then the user's function."""
+    """Start-up code of a DataLoader's process: shoal's own set-up, then the user's function."""
 
     def __init__(
         self, worker_init_fn: Callable[[int], None] | None, *, dataset: Any, parent_pid: int | None
@@ -62,12 +62,13 @@ class ProcessInit:
 
     def __call__(self, number: int) -> None:
         system.die_with_parent(self._parent_pid)  # torch looks for its parent every 5 s, between samples
-        # Ctrl-C reaches the whole terminal, but the step under way still needs its batches: the parent decides.
+        # Ctrl-C reaches the whole terminal, but the current step still needs its batches: the parent
+        # decides.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # The parent may have taught SIGTERM to finish a step first, and a forked child inherits that.
+        # The parent may have a SIGTERM handler that finishes a step first, which a forked child inherits.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._worker_init_fn is not None:
-            # The user's function finds the user's dataset, not what shoal put around it.
+            # The user's function gets the user's dataset, not shoal's wrapper.
             object.__setattr__(get_worker_info(), "dataset", self._dataset)
             self._worker_init_fn(number)
 

@@ -78,8 +78,8 @@ class SuspectTask(NamedTuple, Generic[Task]):
 class TaskQueue(Generic[Task, Result]):
     """Hands tasks to processes and their results back in the order of the tasks.
 
-    Every task is finished once, however many processes die at it: what a dead
-    one held is handed out again, before anything new.
+    Every task is finished once, however many processes die at it: tasks of a dead process are
+    handed out again, before anything new.
     """
 
     def __init__(self, tasks: Iterator[Task], *, ahead: int, first_number: int = 0) -> None:
@@ -130,7 +130,7 @@ class TaskQueue(Generic[Task, Result]):
         return SuspectTask(self._open[at], self._deaths[at])
 
     def settle(self, number: int, result: Result) -> None:
-        """A task that nobody holds is not handed out again; this stands in the place of its result."""
+        """Set the result of a task that no process holds; it is not handed out again."""
         self._returned.remove(number)
         heapq.heapify(self._returned)
         del self._open[number]
@@ -201,7 +201,7 @@ class PoolConfig:
     """Processes that may die over the same batch before that is called an error."""
 
     grace_s: float = 1.0
-    """How long a process may go on with what it is at when nobody wants it any more."""
+    """Time a process may continue with an unwanted task."""
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -222,7 +222,7 @@ class _ReaderProcess(NamedTuple):
 
     @property
     def at(self) -> int | None:
-        """The task it was at when it was last seen, or died."""
+        """Task it was at when it was last seen, or died."""
         number: int = AT.unpack(os.pread(self.notes, AT.size, 0))[0]
         return number if number >= 0 else None
 
@@ -232,7 +232,7 @@ class _ReaderProcess(NamedTuple):
 
     def close(self) -> None:
         """Close it; a process that waits for work then ends."""
-        with contextlib.suppress(OSError):  # not only closed: somebody else may have been forked with a copy
+        with contextlib.suppress(OSError):  # not only closed: another forked process may hold a copy
             self.line.shutdown(socket.SHUT_RDWR)
         self.line.close()
         for fd in (self.ended, self.notes):
@@ -241,7 +241,7 @@ class _ReaderProcess(NamedTuple):
 
 @dataclass(slots=True)
 class _Processes:
-    """Processes to be ended, however a pool ends."""
+    """Processes to end, however a pool ends."""
 
     server: ForkedServer | None
     readers: dict[int, _ReaderProcess]
@@ -296,7 +296,7 @@ class ProcessPool:
     def run(self, tasks: Iterator[Any]) -> Iterator[Any]:
         """Results of the tasks, in their order; work on the first ones begins now."""
         self.call_off()
-        self._listen(0.0)  # who died meanwhile has nothing to do with these tasks
+        self._listen(0.0)  # processes that died meanwhile have nothing to do with these tasks
         self._queue = TaskQueue(tasks, ahead=self._config.ahead, first_number=self._next_number)
         for number in self._processes.readers:
             self._queue.join(number)
@@ -304,7 +304,7 @@ class ProcessPool:
         return iter(partial(self._next, self._queue), _OVER)
 
     def call_off(self) -> None:
-        """Forget what a pass left: results that nobody took, tasks that nobody needs."""
+        """Drop the rest of a pass: results not taken, tasks not needed."""
         if self._queue is not None:
             self._next_number, self._queue = self._queue.next_number, None
 
@@ -330,10 +330,11 @@ class ProcessPool:
         return outcome.get()
 
     def _wait(self, waited_s: float) -> float:
-        """Until something happens; returns how long the process that everybody waits for has shown no progress."""
+        """Wait for an event; returns how long the process that blocks the pass has made no progress."""
         assert self._queue is not None
         awaited = self._queue.waits_for
-        # A little at a time: while all of us are stopped (Ctrl-Z), hours may pass in which nobody is slow.
+        # In short waits: while all processes are stopped (Ctrl-Z), hours may pass without anyone being
+        # slow.
         patience_s = min(_LOOKS_EVERY_S, self._config.timeout_s - waited_s)
         began = time.monotonic()
         heard = self._listen(patience_s)
@@ -353,30 +354,29 @@ class ProcessPool:
             try:
                 send_packet(child.line, data, [] if fd is None else [fd], flags=socket.MSG_DONTWAIT)
             except BlockingIOError:
-                # Many passes were begun and called off while it was at one task: it is of no use any more.
+                # Many passes were begun and cancelled while it was at one task: it is useless by now.
                 child.send_signal(signal.SIGKILL)
             except OSError:
-                pass  # it has died; that is noticed by its descriptor, and the task is sent again
+                pass  # it has died, which its descriptor reports, and the task is sent again
             finally:
                 if fd is not None:
                     os.close(fd)
 
     def _listen(self, within_s: float) -> set[int]:
-        """Take in what has been sent, replace who has died; returns the processes that something was heard of."""
+        """Receive results and replace dead processes; returns the processes that sent something."""
         ready = {fd for fd, _ in self._poll.poll(within_s * 1000)}
         heard = {self._owners[fd] for fd in ready}
         for process in sorted(heard):
             self._receive(process)
         dead = [child for child in self._processes.readers.values() if child.ended in ready]
         for child in dead:
-            if (
-                self._processes.readers.get(child.number) is child
-            ):  # else its parent was lost, and all are new
+            # Else its parent was lost, and all are new.
+            if self._processes.readers.get(child.number) is child:
                 self._replace(child)
         return heard
 
     def _receive(self, process: int) -> None:
-        """All results that lie on a process's line, also those that it sent before it died."""
+        """All results in a process's socket, also those sent before it died."""
         line, receiver = self._processes.readers[process].line, self._receivers[process]
         while True:
             try:
@@ -385,7 +385,8 @@ class ProcessPool:
                 )
             except BlockingIOError:
                 return
-            except (EOFError, OSError):  # it is dead, or the user's code closed what was not its own
+            # It is dead, or the user's code closed a descriptor that was not its own.
+            except (EOFError, OSError):
                 self._processes.readers[process].send_signal(signal.SIGKILL)
                 return
             delivery: Delivery = ForkingPickler.loads(data)
@@ -412,7 +413,7 @@ class ProcessPool:
             error = SampleEndsReader(what=what, indices=indices, how=how, num_deaths=suspect.num_deaths)
             assert self._queue is not None
             assert at is not None
-            self._queue.settle(at, ReadOutcome(None, error))  # what comes before it is delivered first
+            self._queue.settle(at, ReadOutcome(None, error))  # earlier results are delivered first
         self._count_loss(how)
         try:
             self._fork(server, child.number)
@@ -420,7 +421,7 @@ class ProcessPool:
             self._start_anew()
 
     def _count_loss(self, how: str) -> None:
-        """Processes that die before they do anything would be started for ever."""
+        """Count a loss: processes that die before they do anything would be restarted for ever."""
         self._num_lost += 1
         if self._num_lost >= _MAX_LOST_PER_PROCESS * self._config.num_processes:
             raise ReadersLost(num_lost=self._num_lost, how=how)
@@ -455,7 +456,7 @@ class ProcessPool:
         self._join(_ReaderProcess(number, process.pid, line, process.ended, notes))
 
     def _start_anew(self) -> None:
-        """The parent of the processes was killed, and they with it: nobody's fault, so no task is blamed."""
+        """Restart all: the parent of the processes was killed, and they with it, so no task is blamed."""
         for child in list(self._processes.readers.values()):
             self._receive(child.number)
             self._forget(child)
@@ -597,7 +598,7 @@ class PooledFeed(IndexedFeed):
 
 
 class _Pass:
-    """One pass over a pool. Not a generator: one that was never started would not give the pool back."""
+    """One pass over a pool. Not a generator: one that was never started would not return the pool."""
 
     def __init__(
         self, feed: PooledFeed, pool: ProcessPool, requests: Iterable[tuple[BatchShare, ReadRequest]]
@@ -634,7 +635,7 @@ class _Pass:
             self._feed.give_back(pool)
 
     def _end(self) -> None:
-        """End the pass: results under way when an error came must not reach the next pass."""
+        """End the pass: results in flight at an error must not reach the next pass."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()

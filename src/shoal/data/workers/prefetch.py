@@ -76,7 +76,7 @@ class _Shelf:
         self._changed = threading.Condition()
 
     def wait_for_place(self) -> bool:
-        """True once there is a place; False when nobody will take anything any more."""
+        """True once there is a place; False when nothing will be taken any more."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._entries) < self._num_places)
             return not self._closed

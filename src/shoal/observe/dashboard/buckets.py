@@ -1,7 +1,7 @@
 """Downsampling: the steps of a run in a bounded number of buckets, with sums and extremes of every column.
 
-Pure. Adding is incremental, and a bucket keeps the smallest and the largest
-value, so that a spike of one step among a million is still drawn.
+Pure. Adding is incremental, and a bucket keeps the smallest and the largest value, so that a spike
+of one step among a million is still drawn.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Buckets:
         if column is None:
             return {"step": [], "mean": [], "low": [], "high": []}
         there = column.count > 0
-        # Where a bucket holds more than one step, it is drawn at its last one: a curve ends where the run is.
+        # A bucket of several steps is drawn at its last one: a curve ends where the run is.
         steps = self._columns["step"].high[there]
         means = column.total[there] / column.count[there]
         found = {"step": steps, "mean": means, "low": column.low[there], "high": column.high[there]}

@@ -1,8 +1,8 @@
-"""Feed of a run directory: what its files tell so far, read incrementally into bounded memory.
+"""Feed of a run directory: the content of its files so far, read incrementally into bounded memory.
 
-`poll` takes a budget of seconds and reads on where it stopped, so a run of a
-million steps is on the screen at once, from a sample of its lines, and exact as
-soon as all of them are read. Knows the files, and nothing of pages.
+`poll` takes a budget of seconds and continues where it stopped, so a run of a million steps is on
+the screen at once, from a sample of its lines, and exact as soon as all of them are read.
+Independent of the pages.
 """
 
 from __future__ import annotations
@@ -125,9 +125,8 @@ class RunFeed:
         if time.monotonic() - at >= LEDGER_EVERY_S:
             try:
                 found = runs.read_ledger(self.path, is_alive=self.state is runs.RunState.ALIVE)
-            except (
-                Exception
-            ):  # a journal that is torn, locked or of another version: the rest of the page stands
+            # A journal that is damaged, locked or of another version: the rest of the page is shown.
+            except Exception:
                 found = {}
             self._ledger = (time.monotonic(), found)
         return found

@@ -1,8 +1,8 @@
 """The dashboard as a process: its socket, its addresses, and the child of a `shoal run --dashboard`.
 
-The parent binds the socket, so the address is known and taken before the child
-has imported anything. The token goes through a pipe: arguments and environment
-are seen by others. The pipe's end is the parent's end, and then the child's.
+The parent binds the socket, so the address is known and taken before the child has imported
+anything. The token goes through a pipe: arguments and environment are visible to others. When the
+parent ends, the pipe closes and the child ends too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Address:
     port: int
     token: str
     note: str = ""
-    """What the user should know of this address: another port than asked for, or open to the network."""
+    """Note for the user about this address: another port than requested, or open to the network."""
 
     def url(self, path: str = "/") -> str:
         shown = f"[{self.host}]" if ":" in self.host else self.host
@@ -48,7 +48,7 @@ class Address:
         return f"http://{shown}:{self.port}{path}?token={self.token}"
 
     def hosts(self) -> set[str]:
-        """Values of the Host header that mean this server; others are a page of somebody else's that points here."""
+        """Accepted values of the Host header; others come from a foreign page that points here."""
         names = {self.host, "localhost", LOOPBACK, "[::1]"}
         if not _is_loopback(self.host):
             import psutil

@@ -1,10 +1,9 @@
-"""Dashboard server: pages, their data, and a stream that says when there is new data.
+"""Dashboard server: pages, their data, and a stream that announces new data.
 
-Read-only, over the run directories it was given and nothing else. A request
-needs the token (in the address once, then in a cookie; or as a bearer token),
-one of the server's own names as Host, and an Origin that is its own. Browsers
-are told when something changed and fetch what they show: one that is slow or
-gone costs nothing, and nothing is read while nobody looks.
+Read-only, over the given run directories and nothing else. A request needs the token (in the
+address once, then in a cookie; or as a bearer token), one of the server's own names as Host, and an
+Origin that is its own. Browsers are notified of changes and fetch what they show: a slow or absent
+one costs nothing, and nothing is read without a viewer.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 @dataclass(slots=True)
 class Library:
-    """The runs that may be shown, found anew at each look. A run is named, never a path."""
+    """Runs that may be shown, listed anew at each request. A run is addressed by name, never by path."""
 
     root: Path
     """A directory of runs, or one run."""
@@ -112,7 +111,7 @@ class Library:
 
 
 class Guard:
-    """Refuses what is not meant for us: another Host, another Origin, no token, any method that could write."""
+    """Refuses foreign requests: another Host, another Origin, no token, any method that could write."""
 
     def __init__(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], *, token: str, hosts: set[str]
@@ -158,7 +157,9 @@ class Guard:
         return None
 
     def _entry(self, request: Request) -> Response | None:
-        """The token in the address becomes a cookie, so that it does not stay there; None for one who is in."""
+        """Move the token from the address into a cookie, so that it does not stay there; None for an
+        authenticated client.
+        """
         port = request.headers.get("host", "").rpartition(":")[2]
         cookie = f"{COOKIE}_{port}" if port.isdigit() else COOKIE
         given = request.query_params.get("token")
@@ -262,7 +263,7 @@ class Dashboard:
         def read() -> bytes:
             feeds = [self._library.feed(name) for name in dict.fromkeys(names) if name]
             with contextlib.ExitStack() as held:
-                # In one order for all requests: two that name the same runs must not wait for each other.
+                # In one order for all requests: two that name the same runs must not deadlock.
                 for feed in sorted(feeds, key=lambda feed: feed.name):
                     held.enter_context(feed.lock)
                     _refresh(feed)
@@ -274,7 +275,7 @@ class Dashboard:
         def read() -> str:
             found = []
             for name in self._library.names():
-                # An ended run says nothing new: only what is alive is read.
+                # An ended run does not change: only live ones are read.
                 if name in self._library.feeds or self._library.is_alive(name):
                     feed = self._library.feed(name)
                     with feed.lock:
@@ -313,7 +314,7 @@ def _locked_refresh(feed: RunFeed) -> None:
 
 
 def _refresh(feed: RunFeed) -> None:
-    """Poll, unless that was done just now for somebody else."""
+    """Poll, unless another request did so just now."""
     if time.monotonic() - feed.polled_at >= POLL_EVERY_S / 2:
         feed.poll()
 

@@ -1,12 +1,11 @@
-"""Partition of a forward that cannot be traced: stages begin at its repeated blocks, and each runs the user's own forward.
+"""Partition of a forward that cannot be traced: stages begin at its repeated blocks, and each runs the
+user's own forward.
 
-A stage runs forward from its beginning. What other stages compute is an
-`AbsentTensor`: a shape without data, which makes everything computed from it one
-too. At the stage's first block the arguments that came from the stage before
-take their place, and at the first block of the next stage forward is left. So
-code between the blocks may decide by the batch, which every rank has, and not
-by what layers computed: that raises. Nothing wrong can get out of a stage,
-since a value that was not handed over has no data.
+A stage runs forward from its beginning. Results of other stages are `AbsentTensor`s: shapes without
+data, and so is everything computed from them. At the stage's first block the arguments received
+from the previous stage take their place, and at the first block of the next stage forward is left.
+So code between the blocks may branch on the batch, which every rank has, and not on layer outputs:
+that raises. A stage cannot return a wrong result, since a value that was not received has no data.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class AbsentTensor(Tensor):
         name = getattr(func, "__name__", str(func))
         if _writes(name) and args and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor):
             raise StageCannotRun(_needs(f"is written into another ('{name}')"))
-        # A graph that ends in values without data is of no use to anybody.
+        # A graph that ends in values without data is useless.
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda t: t if isinstance(t, FakeTensor) else t.detach(), (args, kwargs)
         )
@@ -114,7 +113,7 @@ def _writes(name: str) -> bool:
 
 
 class _StageEnds(BaseException):
-    """Leaves the forward at the first block of the next stage, past every `except Exception` of the model's."""
+    """Leaves the forward at the first block of the next stage, through every `except Exception` of the model."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -123,21 +122,21 @@ class _StageEnds(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What runs from the call of one block to that of the next; the first one is what runs before any."""
+    """Part of a forward from the call of one block to that of the next; the first unit is everything before any block."""
 
     name: str
     modules: tuple[str, ...]
-    """Paths of the outermost modules that it calls and that hold no block."""
+    """Paths of its outermost modules that hold no block."""
 
     tensors: tuple[str, ...]
-    """Paths of parameters and buffers that forward uses by themselves."""
+    """Paths of parameters and buffers that forward uses directly."""
 
     holds: tuple[str, ...]
     """All parameters and buffers of both, by their first names."""
 
     draws: bool
     takes: tuple[tuple[str, Tensor], ...]
-    """Arguments of its block that layers before it compute: the place in the call, and an example."""
+    """Arguments of its block computed by earlier layers: the position in the call, and an example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +172,14 @@ class BlockRunner:
         return self._num_inputs
 
     def segment(self, units: Sequence[Unit], first: int, end: int) -> Callable[..., Any]:
-        """The function of the units from `first` to before `end`: of a holder of their modules, the inputs and the values taken."""
+        """Function of the units from `first` to before `end`: of a holder of their modules, the inputs
+        and the values taken.
+        """
         own = units[first:end]
         modules = tuple(dict.fromkeys(path for unit in own for path in unit.modules))
         tensors = tuple(dict.fromkeys(path for unit in own for path in unit.tensors))
         prefixes = tuple(f"{path}." for path in modules)
-        # By the place, not the path: a module that two others share has one of each.
+        # By position, not path: a module shared by two others has one of each.
         here = {
             (id(s), name) for s, name, path, _ in self._slots if path in tensors or path.startswith(prefixes)
         }
@@ -188,7 +189,8 @@ class BlockRunner:
         gives = [] if is_last else [place for place, _ in units[end].takes]
 
         def run(held: nn.Module, *values: Any) -> Any:
-            # FSDP gathers what the holder has; modules are the model's own objects, tensors alone are not.
+            # FSDP gathers the holder's parameters; modules are the model's own objects, lone tensors are
+            # not.
             own = {path: attribute(held, path) for path in tensors}
             swaps = [(slots, name, empty) for slots, name, _, empty in absent]
             swaps += [(slots, name, own[path]) for slots, name, path, _ in self._slots if path in own]
@@ -213,7 +215,9 @@ class BlockRunner:
 
     @contextlib.contextmanager
     def _intercepted(self, first: int, end: int, taken: Mapping[str, Any]) -> Iterator[None]:
-        """Blocks before unit `first` are stood in for, its own gets what was `taken`, and at that of `end` forward is left."""
+        """Replace blocks before unit `first` by their shapes, pass `taken` to its own, and leave
+        forward at the block of `end`.
+        """
         generators = _generators(self._like)
 
         def stand_in(number: int) -> Callable[..., Any]:
@@ -256,7 +260,7 @@ class BlockRunner:
         blocks = {self._blocks[number - 1]: call for number, call in calls.items()}
         before = {block: block.__dict__.get("_compiled_call_impl") for block in blocks}
         for block, call in blocks.items():
-            # Stands for the call as a whole, hooks included: those of fsdp would wait for a backward.
+            # Replaces the call as a whole, hooks included: those of fsdp would wait for a backward.
             block._compiled_call_impl = call
         try:
             yield
@@ -265,7 +269,7 @@ class BlockRunner:
                 block._compiled_call_impl = compiled
 
     def _result_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a block of an earlier stage gives, without data; computed once for arguments of the same shapes."""
+        """Result of an earlier stage's block, without data; computed once for arguments of the same shapes."""
         block = self._blocks[number - 1]
         found, spec = pytree.tree_flatten((args, kwargs))
         is_known = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in found)
@@ -279,7 +283,8 @@ class BlockRunner:
             given = pytree.tree_leaves(result)
             if key is None or not all(isinstance(leaf, (AbsentTensor, *_PLAIN)) for leaf in given):
                 return result
-            # A block that leaves something in an attribute, for forward to read later, leaves it at every call.
+            # A block that stores something in an attribute, for forward to read later, stores it at every
+            # call.
             if any(
                 one is not other or size != now
                 for (one, size), (other, now) in zip_longest(
@@ -292,10 +297,10 @@ class BlockRunner:
             self._results[key] = result
         return pytree.tree_map_only(AbsentTensor, lambda t: AbsentTensor(t.fake), self._results[key])
 
-    # ---- what the units are, found once while the model is whole ------------------------------------
+    # ---- units, found once while the model is whole -------------------------------------------------
 
     def record(self, inputs: Tree) -> BlockForward | None:
-        """The units of the forward in the model's mode; None where blocks are not called once each, one after the other."""
+        """Units of the forward in the model's mode; None if blocks are not called once each, one after the other."""
         model, paths = self._model, {m: path for path, m in self._model.named_modules()}
         holders = {
             ".".join(path.split(".")[:depth]) for path in self._names for depth in range(path.count(".") + 1)
@@ -347,7 +352,7 @@ class BlockRunner:
             return None
         takes = self._places_taken(inputs)
         if len(takes) != len(modules):
-            return None  # what is done before a block depends on results of layers
+            return None  # code before a block depends on layer outputs
         changed = {name for name in versions[0] if any(each[name] != versions[0][name] for each in versions)}
         kept = {name for name, _ in model.named_buffers()} - changed
         outside = [n for n in kept if not any(n.startswith(f"{path}.") for path in self._names)]
@@ -362,9 +367,8 @@ class BlockRunner:
                 Unit(
                     self._names[number - 1] if number else (found or alone or ["forward"])[0],
                     tuple(found),
-                    tuple(
-                        dict.fromkeys([*alone, *outside])
-                    ),  # code between blocks may read them in every stage
+                    # Code between blocks may read them in every stage.
+                    tuple(dict.fromkeys([*alone, *outside])),
                     tuple(holds),
                     any(
                         not torch.equal(a, b) for a, b in zip(states[number], states[number + 1], strict=True)
@@ -375,7 +379,9 @@ class BlockRunner:
         return self._graph(units, outside)
 
     def _places_taken(self, inputs: Tree) -> list[list[str]]:
-        """For each unit, the arguments of its block that depend on any layer before: those without data when no layer has any."""
+        """For each unit, the arguments of its block that depend on an earlier layer: those without
+        data when no layer has any.
+        """
         kept = [
             (slots, name, empty)
             for slots, name, _, empty in self._slots
@@ -394,7 +400,7 @@ class BlockRunner:
             for number, block in enumerate(self._blocks):
                 block._compiled_call_impl = at_block(number)
             with unchanged(self._model), _swapped(kept):
-                # What comes after the last block may decide by its results.
+                # Code after the last block may branch on its results.
                 with contextlib.suppress(StageCannotRun):
                     self._forward(list(leaves(inputs)))
         finally:
@@ -431,11 +437,11 @@ class BlockRunner:
 
 
 def _unit(*_: Any) -> None:
-    """Stands for a unit in the graph, which is cut and not run."""
+    """Represents a unit in the graph, which is partitioned and not run."""
 
 
 def repeated_blocks(model: nn.Module, inputs: Tree) -> list[str]:
-    """Paths of repeated blocks that forward calls once each, in that order: members of one list or sequence, of one class."""
+    """Paths of repeated blocks that forward calls once each, in order: members of one list or sequence, of one class."""
     found: dict[nn.Module, str] = {}
 
     def visit(prefix: str, module: nn.Module) -> None:
@@ -463,7 +469,7 @@ def repeated_blocks(model: nn.Module, inputs: Tree) -> list[str]:
 
 def block_forwards(model: nn.Module, inputs: Tree) -> tuple[BlockForward, BlockForward] | None:
     """The forward as a row of blocks, in training and in evaluation; None for a model without such a row."""
-    # BatchNorm takes no batch of one, and a synchronised one would wait for other ranks.
+    # BatchNorm accepts no batch of one, and a synchronised one would wait for other ranks.
     resting = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     with evaluating(resting):
         paths = repeated_blocks(model, inputs)
@@ -480,7 +486,7 @@ def block_forwards(model: nn.Module, inputs: Tree) -> tuple[BlockForward, BlockF
 
 
 def block_segments(forward: BlockForward, begins: Sequence[int]) -> list[StageSegment]:
-    """Cut the forward before these nodes, each the first one of a unit."""
+    """Split the forward before these nodes, each the first one of a unit."""
     units, numbers = forward.units, [forward.begins.index(begin) for begin in begins]
     return [
         StageSegment(
@@ -493,7 +499,7 @@ def block_segments(forward: BlockForward, begins: Sequence[int]) -> list[StageSe
             forward.runner.segment(units, first, end),
             tuple(example.requires_grad for _, example in given),
             any(unit.draws for unit in units[first:end]),
-            trains_beside=True,  # nothing is known of where a weight is used: all gradients at once
+            trains_beside=True,  # where a weight is used is unknown: all gradients at once
         )
         for first, end in zip(numbers, [*numbers[1:], len(units)], strict=True)
         for given in [units[end].takes if end < len(units) else ()]

@@ -1,8 +1,7 @@
 """Values sent between the stages of a pipeline: tensors behind a header that describes them (runtime/serialization.py).
 
-Values that are no tensors (a size, a flag) are in the header itself. Of a
-DTensor, each rank of tp sends its shard to the rank of the next stage that has
-the same place.
+Other values (a size, a flag) are in the header itself. Of a DTensor, each rank of tp sends its
+shard to the rank with the same position in the next stage.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shoal.parallel.tensor_parallel.dtensor_fixes import plain
 from shoal.runtime import serialization
 from shoal.runtime.serialization import NotSerializable
 
-Sends = list[tuple[dist.Work, Tensor]]  # sends under way, and the tensors that must live until they are done
+Sends = list[tuple[dist.Work, Tensor]]  # pending sends, and the tensors that must live until they are done
 
 
 def why_not(value: Any) -> str | None:

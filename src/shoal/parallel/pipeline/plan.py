@@ -88,9 +88,9 @@ def find_cut(
     user_cut: Sequence[str] | None = None,
     styles: Mapping[str, str] | None = None,
 ) -> PipelineCut:
-    """The stages, as equal in cost as they can be; or those of the user, checked.
+    """Stages of as equal cost as possible; or the user's, checked.
 
-    `styles`: how tp cuts layers, by their names.
+    `styles`: tp style of layers, by their names.
     """
     layers = partition.layers
     blocked = _blocked(partition, styles or {})
@@ -121,7 +121,7 @@ def find_cut(
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[int]:
-    """The beginnings of `num_stages` non-empty stages that minimise the cost of the dearest."""
+    """Beginnings of `num_stages` non-empty stages that minimise the largest cost."""
     num = len(costs)
     upto = [0.0]
     for cost in costs:
@@ -256,9 +256,10 @@ def costs_by_size(partition: Partition) -> list[float]:
 
 
 def costs_of_job(partition: Partition, inputs: Tree, number: int) -> list[float]:
-    """Measured costs, kept in the job's scratch directory, so that a restarted job is cut alike.
+    """Measured costs, kept in the job's scratch directory, so that a restarted job has the same stages.
 
-    By size where layers share a weight: whether one stage has both decides in which order their gradients are added.
+    By size if layers share a weight: whether one stage has both decides the order in which their
+    gradients are added.
     """
     held = [name for layer in partition.layers for name in layer.holds]
     if len(held) != len(set(held)):
@@ -279,7 +280,7 @@ def costs_of_job(partition: Partition, inputs: Tree, number: int) -> list[float]
 
 
 def measure(partition: Partition, inputs: Tree) -> list[float]:
-    """Seconds that each layer takes forward and backward on these inputs; leaves no trace in the model."""
+    """Seconds of each layer forward and backward on these inputs; without side effects on the model."""
     segments = segments_of(partition.train, [layer.begin for layer in partition.layers], training=True)
     given = list(leaves(inputs))
     holder = SegmentModule(
@@ -302,7 +303,7 @@ def measure(partition: Partition, inputs: Tree) -> list[float]:
                 least = min(least, time.perf_counter() - began_at)
             values = result
             costs.append(least)
-            for parameter in holder.parameters():  # of this layer: all of them would be a second model
+            for parameter in holder.parameters():  # of this layer only: all of them would be a second model
                 parameter.grad = None
     return costs
 

@@ -54,7 +54,7 @@ def ownership_of(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int, 
 
 
 def drop_foreign_tensors(model: nn.Module, ownership: Ownership) -> None:
-    made: dict[int, Tensor] = {}  # what was shared stays shared
+    made: dict[int, Tensor] = {}  # shared tensors stay shared
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
@@ -123,7 +123,7 @@ class TiedGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-                # Stages that use a weight in different ways leave its gradient cut in different ways.
+                # Stages that use a weight in different ways leave gradients with different placements.
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
             gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             if self._rank != first:

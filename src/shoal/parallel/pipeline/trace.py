@@ -1,13 +1,12 @@
 """Trace a model's forward into a graph, on example inputs or on a meta copy.
 
-torch.fx records, and every value carries an example beside it: decisions by
-shapes are taken as the example says and checked again whenever the graph
-runs; decisions by data cannot be traced. Modules that are not opened stay
-whole, with their hooks, their mode and the user's own objects: nothing of the
-model is copied and no name changes.
+torch.fx records, and every value carries an example beside it: branches on shapes follow the
+example and are checked again whenever the graph runs; branches on data cannot be traced. Modules
+that are not opened stay whole, with their hooks, their mode and the user's own objects: nothing of
+the model is copied and no name changes.
 
-A meta copy has shapes and no data. A rank of a pipeline holds only its own
-weights, and its layers may be cut and sharded; the copy is made before that.
+A meta copy has shapes and no data. A rank of a pipeline holds only its own weights, and its layers
+may be partitioned and sharded; the copy is made before that.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _SHAPES = {"size", "dim", "ndim", "shape", "numel", "nelement", "dtype", "device
 
 
 class Untraceable(Exception):
-    """Not an error of the user: a module whose forward is no graph, and why. It stays whole, or becomes a ConfigError."""
+    """Internal: a module whose forward is no graph, with the reason. It stays whole, or becomes a ConfigError."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(reason)
@@ -107,23 +106,23 @@ class StageSegment:
     """Whether it draws random numbers."""
 
     trains_beside: bool
-    """Whether some trained values in it do not depend on what it takes."""
+    """Whether some trained values in it do not depend on its inputs."""
 
 
 def forget(traced: TracedForward) -> None:
-    """Release the example values, and with them weights: nodes are in reference cycles, which are collected late."""
+    """Release the example values, and with them weights: nodes form reference cycles, which are collected late."""
     for node in traced.graph.nodes:
         node.meta.clear()
 
 
 def expect(value: object, seen: object, line: str) -> None:
-    """Check a branch on a shape that forward took when it was traced: it must come out alike."""
+    """Check that a branch on a shape has the same outcome as when forward was traced."""
     if value != seen:
         raise ShapeDecides(seen=seen, value=value, line=line)
 
 
 def check(value: object, expected: bool, line: str) -> None:
-    """A check of forward's own, such as `if labels.max() >= self.num_classes: raise ...`, on the data of this batch."""
+    """Run a check of forward's own, such as `if labels.max() >= self.num_classes: raise ...`, on this batch."""
     if bool(value) != expected:
         raise TrainingError(
             f"a check in the model's own forward failed{line}: it would have raised an error there. Nothing of this step was applied; "
@@ -185,11 +184,11 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         except Untraceable:
             raise
-        except Exception as error:  # whatever a user's forward does to a tracer
+        except Exception as error:  # a user's forward may do anything to a tracer
             raise Untraceable(self.path_of_module(m), first_line(error) + _users_line(error)) from None
 
     def _is_held(self, module: nn.Module) -> bool:
-        """Whether a module is the model's own, and not made by its forward, as a loss often is."""
+        """Whether a module is the model's own, and not created by its forward, as a loss often is."""
         assert isinstance(self.root, nn.Module)
         if any(True for _ in (*module.parameters(), *module.buffers())):
             return True
@@ -239,7 +238,7 @@ class _Tracer(fx.Tracer):
 
     @contextlib.contextmanager
     def concrete(self) -> Iterator[None]:
-        """Run what is called, instead of recording it."""
+        """Run a call instead of recording it."""
         before, self.is_concrete = self.is_concrete, True
         try:
             yield
@@ -258,7 +257,7 @@ class _Tracer(fx.Tracer):
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: examples[n])
         versions = {n: [t._version for t in _tensors(held)] for n, held in examples.items()}
         before, asked = _generators(self.root), _Draws()
-        # Fake tensors draw nothing, so operations that would are recorded instead.
+        # Fake tensors draw nothing, so random operations are recorded instead.
         has_data = not any(isinstance(t, FakeTensor) for held in examples.values() for t in _tensors(held))
         with contextlib.nullcontext() if has_data else asked:
             value = self._call(node, args, kwargs)
@@ -283,7 +282,7 @@ class _Tracer(fx.Tracer):
         return node.target(*args, **kwargs)
 
     def settle(self, value: fx.Proxy, use: str) -> Any:
-        """The example's value, for Python to go on with; checked again when the graph runs."""
+        """The example's value, for Python to continue with; checked again when the graph runs."""
         example = value.node.meta["example"]
         if isinstance(example, Tensor) or is_of_data(value.node):
             raise Untraceable(self.scope.module_path, f"a value computed from the data {use}{_users_line()}")
@@ -310,7 +309,7 @@ class _Tracer(fx.Tracer):
 
 
 def _is_never(node: fx.Node) -> bool:
-    """Whether a chance is zero, as in `if torch.rand([]) < self.layerdrop` of a model that drops no layer."""
+    """Whether a probability is zero, as in `if torch.rand([]) < self.layerdrop` of a model that drops no layer."""
     if node.target is not operator.lt or len(node.args) != 2:
         return False
     drawn, chance = node.args
@@ -319,7 +318,7 @@ def _is_never(node: fx.Node) -> bool:
 
 
 class _Factories(TorchFunctionMode):
-    """New tensors are made when the graph runs, not once when it is traced."""
+    """Records factory calls, so that new tensors are made when the graph runs, not once when it is traced."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -360,7 +359,7 @@ def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bo
 
     def recorded(factory: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Any:
-            # Other threads go on meanwhile: batches are read, tensors are sent.
+            # Other threads go on meanwhile: they read batches and send tensors.
             if tracer.is_concrete or threading.get_ident() != own_thread:
                 return factory(*args, **kwargs)
             return tracer.create_proxy("call_function", factory, args, kwargs)
@@ -374,7 +373,8 @@ def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bo
             return applied(function, *args, **kwargs)
         return tracer.create_proxy("call_function", _applying(function), args, kwargs)
 
-    # What `f = Function.apply` kept before now is not that of above. It calls this first, and then forward, without the class.
+    # A reference taken by `f = Function.apply` earlier is not the patched one. It calls this first, and
+    # then forward, without the class.
     functorch = torch._functorch.utils
     unwrap = getattr(functorch, "unwrap_dead_wrappers", None)
 
@@ -399,7 +399,7 @@ def trace(model: nn.Module, inputs: Tree, is_open: Callable[[str, nn.Module], bo
 
 
 def _take_apart_early(graph: fx.Graph) -> None:
-    """Read the parts of a module's result, an object of some class, right after it: between stages go tensors."""
+    """Read the fields of a module's result object right after the call: only tensors are sent between stages."""
     for node in list(graph.nodes):
         if node.target not in (getattr, operator.getitem) or not isinstance(node.args[0], fx.Node):
             continue
@@ -445,7 +445,7 @@ def _autocast_state() -> tuple[bool, ...]:
 
 
 def is_of_data(node: fx.Node) -> bool:
-    """Whether a value that is no tensor was read out of one, and not out of its shape."""
+    """Whether a non-tensor value was read out of a tensor's data, and not out of its shape."""
     todo, seen = [node], set()
     while todo:
         node = todo.pop()
@@ -461,7 +461,7 @@ def is_of_data(node: fx.Node) -> bool:
 
 
 def _outcome_of_check() -> bool | None:
-    """What the user's line comes to where it only checks: false for `if x: raise`, true for `assert x`; else None."""
+    """Outcome of the user's line if it only checks: false for `if x: raise`, true for `assert x`; else None."""
     for frame in inspect.stack(0)[1:]:
         if frame.filename.startswith(_TORCH) or user_frames.is_ours(frame.filename):
             continue
@@ -490,13 +490,13 @@ def _source(filename: str) -> ast.AST:
 
 
 def _users_line(error: BaseException | None = None) -> str:
-    """The line of the user's code, as far as one can tell."""
+    """The line of the user's code, as far as it can be determined."""
     frames = (
         [(frame.filename, frame.lineno) for frame in inspect.getinnerframes(error.__traceback__)]
         if error is not None and error.__traceback__ is not None
         else [(frame.filename, frame.lineno) for frame in reversed(inspect.stack(0))]
     )
-    # By the package's own folder: a project may lie in one that is called shoal.
+    # By the package's own folder: a project may be in a folder called shoal.
     own = [
         (f, n)
         for f, n in frames
@@ -521,7 +521,7 @@ class MetaCopy:
         self.model = copy.deepcopy(model, memo)
         for module in self.model.modules():
             if is_run_again(module):
-                del module.forward  # which runs that of the model, and here nothing runs again
+                del module.forward  # it runs the model's forward, and here nothing runs again
 
     def trace(
         self, inputs: Tree, is_open: Callable[[str, nn.Module], bool], *, training: bool
@@ -531,7 +531,7 @@ class MetaCopy:
         try:
             with evaluating(resting):
                 traced = trace(self.model, map_tensors(self._like, inputs), is_open)
-        except Exception:  # of torch's or the user's: then stages run as they are, and say what does not fit
+        except Exception:  # torch's or the user's: then stages run as they are, and report what does not fit
             return None
         return None if any(isinstance(each, FakeTensor) for each in traced.constants.values()) else traced
 
@@ -544,5 +544,5 @@ def meta_copy_of(model: nn.Module) -> MetaCopy | None:
     """The meta copy; None for a model that cannot be copied."""
     try:
         return MetaCopy(model)
-    except Exception:  # a lock, a socket, a tensor with a past: whatever a user's module holds
+    except Exception:  # a user's module may hold anything: a lock, a socket, a tensor with a graph
         return None

@@ -1,11 +1,10 @@
-"""Weights on their way from servers of other hosts: forward begins before the last of them is there.
+"""Weights in flight from servers of other hosts: forward begins before the last of them has arrived.
 
-They are asked for in the order of the model's parameters, a wave of chunks at
-a time, and servers answer in that order: what the first layers need comes
-first. Whoever uses a weight waits until it has come, whoever that is: a layer,
-a loss, a callback. Two things look out for that, a mode that sees every call
-of torch's functions, and a hook before the forward of every module, whose own
-weights a compiled extension may read behind torch's back.
+They are requested in the order of the model's parameters, a wave of chunks at a time, and servers
+answer in that order: weights of the first layers arrive first. Every use of a weight (by a layer, a
+loss, a callback) waits until it has arrived. Two mechanisms detect uses: a mode that sees every
+call of torch's functions, and a hook before the forward of every module, whose own weights a
+compiled extension may read without a torch call.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 WAVE_BYTES = 1 << 20
-"""Of a wave: a message of its own costs less than the time that this takes on a network."""
+"""Size of a wave: a message costs less than the time that these bytes take on a network."""
 
 _TENSOR: Any = Tensor  # as a class: its attributes are descriptors there
 _NO_VALUES = frozenset(
@@ -32,15 +31,14 @@ _NO_VALUES = frozenset(
     )
     if (getter := getattr(Tensor, name, None)) is not None
 ) | {_TENSOR.grad.__set__, Tensor.size, Tensor.numel, Tensor.dim, Tensor.is_contiguous, Tensor.is_floating_point}  # fmt: skip
-"""Calls that look at a tensor and not at what is in it."""
+"""Calls that read a tensor's metadata and not its values."""
 
 
 def can_follow(model: nn.Module) -> bool:
-    """Whether every use of a weight can be seen: compiled code and scripts call no function of torch's."""
+    """Whether every use of a weight can be detected: compiled code and scripts call no torch function."""
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if (
-        compiler is not None and compiler.cached_backends
-    ):  # something is compiled, if only a function of the script's
+    # Something is compiled, if only a function of the script.
+    if compiler is not None and compiler.cached_backends:
         return False
     return not any(
         isinstance(module, torch.jit.ScriptModule)
@@ -51,7 +49,7 @@ def can_follow(model: nn.Module) -> bool:
 
 
 def cut_into_waves(sizes: Sequence[int]) -> list[range]:
-    """Consecutive chunks of so many bytes, together WAVE_BYTES or a little more."""
+    """Consecutive chunks of the given sizes, together WAVE_BYTES or a little more."""
     waves, begin, num_bytes = [], 0, 0
     for number, size in enumerate(sizes):
         num_bytes += size
@@ -62,7 +60,7 @@ def cut_into_waves(sizes: Sequence[int]) -> list[range]:
 
 
 class ArrivingWeights(TorchFunctionMode):
-    """The waves that have not been waited for. Nothing is ever left of them outside of the block of `watched`."""
+    """Waves that have not been waited for. None is left outside the context `watched`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +71,7 @@ class ArrivingWeights(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Within this block weights may follow later; at its end all are there."""
+        """Context in which weights may arrive later; at its end all have arrived."""
         hook = register_module_forward_pre_hook(self._before_forward)
         try:
             with self:
@@ -82,14 +80,14 @@ class ArrivingWeights(TorchFunctionMode):
         finally:
             self.is_watched = False
             hook.remove()
-            # Whatever ended the steps: who looks at the model afterwards finds weights of one step.
+            # However the steps ended: the model afterwards has weights of one step.
             self.settle()
 
     def follow(
         self, waves: Sequence[Callable[[], None]], parameters: Sequence[Iterable[nn.Parameter]]
     ) -> None:
-        """Have each of `waves` called before the first use of one of its parameters, and after those before it."""
-        # Read before anything is to be waited for: this is a use of the parameters too.
+        """Call each of `waves` before the first use of one of its parameters, and after the waves before it."""
+        # Read before anything is pending: this is a use of the parameters too.
         last_wave = {
             _storage(parameter): number for number, of_wave in enumerate(parameters) for parameter in of_wave
         }
@@ -125,13 +123,13 @@ class ArrivingWeights(TorchFunctionMode):
     def _wait_up_to(self, number: int) -> None:
         while self._next <= number and self._next < len(self._waves):
             wave = self._waves[self._next]
-            # Counted first: what it does are calls of torch too.
+            # Counted first: it makes torch calls itself.
             self._next += 1
             wave()
 
 
 def _storage(tensor: Tensor) -> int | None:
-    """None where it cannot be read: of a sparse tensor, or a wrapper, as torch.func's, that may be around any weight."""
+    """Storage of a tensor; None if it cannot be read: a sparse tensor, or a wrapper such as torch.func's."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

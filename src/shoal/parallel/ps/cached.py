@@ -1,10 +1,10 @@
-"""`ps --row-cache N` with one worker: rows, optimizer and step on the worker's device, written back to the servers behind it.
+"""`ps --row-cache N` with one worker: rows, optimizer and step on the worker's device, written back to
+the servers behind it.
 
-The worker is the only writer, so nothing has to travel before the next step.
-What servers hold is a recovery point: rows that changed since the last one
-and a note with all the rest count there together, as one step. A worker that
-dies is replaced at that point and runs the steps since then again. See
-docs/adr/0060-rows-on-the-workers-device.md.
+The worker is the only writer, so nothing has to be exchanged before the next step. The servers hold
+a recovery point: rows that changed since the last one and a note with all other state are committed
+there together, as one step. A dead worker is replaced at that point and repeats the steps since
+then. See docs/adr/0060-rows-on-the-workers-device.md.
 """
 
 from __future__ import annotations
@@ -58,24 +58,28 @@ from shoal.runtime.transport.arena import ArenaConfig
 from shoal.runtime.transport.envelope import REPLY_BYTES
 
 MIN_INTERVAL_S = 2.0
-"""Between two recovery points, where --snapshot-every does not say. A death repeats about as many seconds of steps."""
+"""Minimum interval between recovery points, unless --snapshot-every is given. A death repeats about as
+many seconds of steps.
+"""
 
 SHARE_OF_TIME = 0.25
-"""Of which at most the servers write: a recovery point that takes longer makes the next one later."""
+"""Largest share of time for writing: a recovery point that takes longer delays the next one."""
 
 LEAST_CHANGED_BYTES, SHARE_OF_MEMORY = 256 << 20, 8
-"""Rows that changed are copied on the device and in memory shared with the servers until these have them: at most an eighth of
-what is free of either when the worker starts."""
+"""Changed rows are copied on the device and in memory shared with the servers until these have them:
+at most an eighth of the free memory of either at the worker's start.
+"""
 
 MOST_CHANGED_BYTES, MOST_REPLICATED_BYTES = 3 << 30, 512 << 20
-"""And no more than the transport takes: a server maps 8 GiB of one client, and a point that is sent again lies there twice. A replica
-is sent all of a point as one message, of 1 GiB between hosts."""
+"""And no more than the transport takes: a server maps 8 GiB of one client, and a repeated point
+occupies it twice. A replica receives a whole point as one message, of 1 GiB between hosts.
+"""
 
 PIECE_BYTES = 64 << 20
-"""Of rows that are pushed at a time: buffers of one size are used again."""
+"""Rows pushed at a time: buffers of one size are reused."""
 
 NOTE_BYTES = REPLY_BYTES - (1 << 20)
-"""Of a recovery point besides its rows: a replacement is sent it as one answer."""
+"""Limit of a recovery point without its rows: a replacement receives it as one answer."""
 
 
 def for_job(job: Job) -> Ps | PsCached:
@@ -83,7 +87,7 @@ def for_job(job: Job) -> Ps | PsCached:
 
 
 class CachedModel(ServedModel):
-    """Tables on the servers, and their rows here."""
+    """Tables on the servers, with their rows in this process."""
 
     def __init__(self, strategy: PsCached, *args: Any) -> None:
         super().__init__(*args, rows_only=True)
@@ -147,12 +151,12 @@ class PsCached(Single):
         self.replay_log: ReplayLog | None = self._session
         self._saved: PieceReader | None = None
         self._tables: _Tables | None = None
-        self._is_ahead = False  # of the servers: something was committed that they do not have
+        self._is_ahead = False  # something was committed that the servers do not have
         self._since_anchor: list[StepResult] = []
-        # Of steps after the anchor that are in the state this process was given.
+        # Steps after the anchor that the received state includes.
         self._given: list[StepResult] = []
         self._step_at_anchor = self._num_steps = 0
-        # While a forward may write into them, and rows back to the servers.
+        # Held while a forward may write into the rows, and while they are written back.
         self._buffers_before: dict[str, torch.Tensor] = {}
         self._most_bytes = _room_for_changes(job)
         self._most_note_bytes = NOTE_BYTES - (MOST_REPLICATED_BYTES if job.num_replicas > 1 else 0)
@@ -169,7 +173,7 @@ class PsCached(Single):
                 "embeddings are rows it learns from a batch before the first forward: a loop of the script's own shows it none. Nothing was "
                 "trained; use shoal.Trainer, or leave --row-cache out."
             )
-        # A script may read its model before its first call: the state of a replacement must be there to be claimed.
+        # A script may read its model before its first call: a replacement's state must be loaded by then.
         self._session._ensure_joined()
         super().prepare(job)
         self._session.hold(job.number, self)
@@ -177,7 +181,7 @@ class PsCached(Single):
     # ---- a step ---------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Slice) -> LossSum:
-        if self._given:  # committed before this process came to be
+        if self._given:  # committed before this process started
             return LossSum(torch.zeros(()), 0.0, None)
         self._have_others_written()
         self._lay_out(batch)
@@ -204,7 +208,7 @@ class PsCached(Single):
         return result
 
     def anchored(self) -> None:
-        """From here a replacement can run forward, so here is the place for a recovery point."""
+        """A replacement can start here, so this is the place for a recovery point."""
         self._step_at_anchor, self._since_anchor = self.step, []
         if self._is_ahead and self._is_due():
             self.write_back()
@@ -234,7 +238,7 @@ class PsCached(Single):
     # ---- the recovery point ---------------------------------------------------------------------
 
     def write_back(self) -> None:
-        """Have the servers take what they lack, behind the steps that follow."""
+        """Send changed state to the servers, in the background of the following steps."""
         self.settle()
         if not self._is_ahead or self._tables is None:
             return
@@ -242,7 +246,7 @@ class PsCached(Single):
         session.have_two_phases()
         seq, num_updates = session.updates + 1, tables.num_updates
         step = PushStep(session.group, stream=0, seq=seq, decide=lambda vector, norm: Decision(1.0, True))
-        # Copies on the device: the steps that follow change the rows.
+        # Copies on the device: the following steps change the rows.
         changed = [(module.spec.number, *module.take_changed()) for module in tables.modules]
         note = session.note(updates=seq)
         if len(note) > self._most_note_bytes:
@@ -263,7 +267,7 @@ class PsCached(Single):
                         for at in range(0, len(keys), length):
                             piece = slice(at, at + length)
                             step.push_whole(number, keys[piece], rows[piece])
-                vector = np.array([1.0, 0.0, 0.0, 0.0, 0.0])  # of one sample, and a loss that is finite
+                vector = np.array([1.0, 0.0, 0.0, 0.0, 0.0])  # one sample, with a finite loss
                 where = {"exchange": seq - 1, "anchored_at": seq, "model": self._job.number}
                 step.end(vector, note, rank=0, whole_after=num_updates, **where)
                 failpoint("worker: exchange begun")
@@ -271,7 +275,7 @@ class PsCached(Single):
                 failpoint("worker: exchange finished, not committed")
                 step.release()
                 session.updates = seq
-            except BaseException as error:  # `settle` raises it, in the thread that trains
+            except BaseException as error:  # `settle` raises it, in the training thread
                 self._problem = error
             changed.clear()
             self._wrote_for_s = time.monotonic() - began_at
@@ -280,9 +284,10 @@ class PsCached(Single):
         self._writing.start()
 
     def settle(self) -> int:
-        """Wait until the servers have what was written back; their clock. Before anything else is asked of them.
+        """Wait until the servers have the written state; returns their clock. Call it before any other request to them.
 
-        By any model of the script: they share the servers' clock, and two writes at a time would take the same number.
+        For any model of the script: they share the servers' clock, and two concurrent writes would
+        take the same number.
         """
         for each in (self, *self._models()):
             each._join_write()
@@ -292,7 +297,7 @@ class PsCached(Single):
         return [holder for holder in self._session.holders if isinstance(holder, PsCached)]
 
     def _have_others_written(self) -> None:
-        """A note has the state of all models, so no two may be ahead of the servers."""
+        """A note has the state of all models, so at most one may be ahead of the servers."""
         for other in self._models():
             if other is not self:
                 other.write_back()
@@ -310,7 +315,7 @@ class PsCached(Single):
     # ---- preparing ------------------------------------------------------------------------------
 
     def _lay_out(self, batch: Slice | None, layout: dict[str, Any] | None = None) -> None:
-        """Put the tables on the servers, once a batch has shown which those are; or find them there."""
+        """Declare the tables on the servers, once a batch has shown which those are; or find them there."""
         if self._tables is not None or self.optimizer is None:
             return
         job = self._job
@@ -352,11 +357,11 @@ class PsCached(Single):
             for piece in (*self._resident_pieces(), *self._served_pieces(changes)):
                 given.add(piece.name)
                 yield piece
-        # The optimizer may have made state for the weights of tables, which it does not train.
+        # The optimizer may have created state for the weights of tables, which it does not train.
         yield from (piece for piece in super().state() if piece.name not in given)
 
     def _resident_pieces(self) -> Iterator[Piece]:
-        """Optimizer state of tables that are here whole, as their weight is."""
+        """Optimizer state of tables that are completely here, as their weight is."""
         assert self._tables is not None
         for module in self._tables.modules:
             if module.is_resident:
@@ -371,7 +376,7 @@ class PsCached(Single):
                     yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def _served_pieces(self, changes: RowStamps | None) -> Iterator[Piece]:
-        """Of tables of which a part is here, and of those that the script declared: from the servers."""
+        """From the servers: tables of which a part is here, and tables declared by the script."""
         assert self._tables is not None
         if all(module.is_resident for module in self._tables.modules) and not declared_tables():
             return
@@ -392,8 +397,8 @@ class PsCached(Single):
             super().load(pieces)
             self._saved = pieces
             return
-        # A point of what was, before any of it is overwritten: a replacement that begins there loads once more. Not one that is on
-        # its way to such a point: it has nothing newer to write.
+        # Write a point of the old state before any of it is overwritten: a replacement that starts there
+        # loads again. Not in a replacement on its way to such a point: it has nothing newer to write.
         self._have_others_written()
         self._is_ahead |= not self._given and self._session.pending_anchor() is None
         self.write_back()
@@ -403,7 +408,7 @@ class PsCached(Single):
         saved = {module: saved_state(module.taken.name, module.spec, pieces) for module in tables.modules}
         if not keeps_state:
             tables.num_updates = max((step for _, step, _ in saved.values()), default=tables.num_updates)
-        # What is here whole goes with the next point, where one takes that much.
+        # Complete tables go with the next point, if that has the capacity.
         whole = [module for module in tables.modules if module.is_resident]
         if sum(module.rows.row_bytes * len(module.rows.values) for module in whole) > self._most_bytes:
             whole = []
@@ -416,10 +421,11 @@ class PsCached(Single):
             else:
                 module.drop_changes()
                 module.read_from_servers()
-        self._is_ahead, self._wrote_at = True, None  # of the note there: the next anchor is a recovery point
+        # The note there is outdated: the next anchor is a recovery point.
+        self._is_ahead, self._wrote_at = (True, None)
 
     def pull_weights(self) -> None:
-        """A call is over: a table that is here whole is its module's weight."""
+        """At the end of a call: a table that is completely here becomes its module's weight."""
         self.refresh_copy()
 
     def refresh_copy(self) -> None:
@@ -436,10 +442,10 @@ class PsCached(Single):
             how = "" if layer not in taken else "all rows" if taken[layer] else "rows used last"
             yield LayerPlace(layer, "worker 0", how)
 
-    # ---- what a replacement is given ------------------------------------------------------------
+    # ---- state transfer -------------------------------------------------------------------------
 
     def export_state(self) -> Part:
-        """All but the rows, which count on the servers together with the note that this is in."""
+        """All state but the rows, which are committed on the servers together with the note that contains this."""
         tables = self._tables
         taken = {module.taken.name for module in tables.modules} if tables is not None else set()
         tensors = {
@@ -473,9 +479,9 @@ class PsCached(Single):
         if plain["layout"] is None:
             load_local(model, PieceReader(pieces, plain["optimizer"]))
             return
-        self._session.have_two_phases()  # servers may have come since the job began
+        self._session.have_two_phases()  # servers may have joined since the job began
         if self._session.mode.two_phase:
-            # The worker that wrote it back may have died before it had told every server that it counts.
+            # The worker that wrote it back may have died before it had told every server to commit.
             self._session.commit_again(Decision(1.0, True))
         self._lay_out(None, plain["layout"])
         assert self._tables is not None
@@ -499,7 +505,7 @@ def _result(plain: dict[str, Any]) -> StepResult:
 
 
 def _stream_beside(device: torch.device) -> AbstractContextManager[Any]:
-    """Copies out of a device go beside its kernels, once what is queued by now is done."""
+    """Copy out of a device in parallel to its kernels, once everything queued so far is done."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch types it in part

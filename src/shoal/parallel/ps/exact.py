@@ -1,9 +1,8 @@
-"""`ps`: parameters and optimizer live on servers, workers compute gradients; exact, as one process would.
+"""`ps`: parameters and optimizer live on servers, workers compute gradients; exact, as in one process.
 
-A step from above: weights and rows are pulled, backward pushes chunk by
-chunk, commit says that it was all. The servers sum in rank order and update;
-what a worker holds of the model afterwards is a copy. Workers have no
-connection to each other, and nothing a replacement would need.
+A step: weights and rows are pulled, backward pushes chunk by chunk, commit marks the end. The
+servers sum in rank order and update; a worker's model afterwards is a copy. Workers have no
+connection to each other, and hold nothing that a replacement would need.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Ps:
         self._cut_by = job.strategy if is_cut else None
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
-        self._step_at_anchor = 0  # a replacement counts those since then once more
+        self._step_at_anchor = 0  # a replacement counts the steps since then again
         self._session: PsSession = ps_session()
         self.replay_log: ReplayLog | None = self._session
         self._model: ServedModel | None = None
@@ -82,9 +81,9 @@ class Ps:
         self._laid_out_at: int | None = None
         self._current: PushStep | None = None
         self._arriving = ArrivingWeights()
-        self._home_at = -1  # the clock as of which all of the model is in this process
-        self._weights_at = -1  # the clock as of which this process's copy of the weights is
-        self._is_whole = True  # the copy is as the servers hold it; compressed pulls round it
+        self._home_at = -1  # clock as of which the whole model is in this process
+        self._weights_at = -1  # clock of this process's copy of the weights
+        self._is_whole = True  # the copy equals the servers' weights; compressed pulls round it
         self._next_batch: Slice | None = None
         self._has_looked = False
         self._own: OwnGradients | None = None  # in a loop of the script's own
@@ -92,7 +91,7 @@ class Ps:
     # ---- preparing ------------------------------------------------------------------------------
 
     def prepare(self, job: TrainJob) -> None:
-        """Check that all ranks built the same model; the rest waits for the first batch."""
+        """Check that all ranks built the same model; layout waits for the first batch."""
         self._job = job
         if strategies.parse(self._launched.strategy).is_exact:
             for name, module in hash_embeddings(job.model).items():
@@ -118,7 +117,7 @@ class Ps:
         self._session.hold(job.number, self)
 
     def _lay_out(self, batch: Slice | None, layout: dict[str, Any] | None = None) -> None:
-        """Put the model on the servers, once all that forward uses can be told."""
+        """Put the model on the servers, once everything that forward uses is known."""
         if self._model is not None or self.optimizer is None:
             return
         group, job = self._session.group, self._job
@@ -146,7 +145,7 @@ class Ps:
         self._model = model
 
     def _write_applied_seqs(self, saved: PieceReader | None) -> None:
-        """An exact step has none to go on with."""
+        """Exact steps have no sequence numbers to continue."""
 
     @property
     def _wants_norm(self) -> bool:
@@ -155,11 +154,11 @@ class Ps:
     # ---- a step ---------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Slice) -> LossSum:
-        """Compute this rank's gradients; they leave chunk by chunk while backward runs."""
+        """Compute this rank's gradients; they are sent chunk by chunk while backward runs."""
         self._lay_out(batch)
         self._num_global, self._share = batch.num_global, batch.share
         if self._session.next_is_known:
-            return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
+            return LossSum(torch.zeros(()), 0.0, None)  # committed before this process started
         self._has_looked = False
         self.about_to_run()
         self._begin()
@@ -168,23 +167,23 @@ class Ps:
         )
 
     def about_to_run(self) -> None:
-        """Have the weights of the last commit, and keep the buffers as they are: forward writes into them."""
-        self._lay_out(None)  # a loop of the script's own: nobody has shown us a batch
+        """Pull the weights of the last commit, and keep the buffers: forward writes into them."""
+        self._lay_out(None)  # in a script's own loop no batch is known
         self._refresh()
         self._look_up(self._weights_at, training=True)
-        if not self._has_looked:  # else it is another batch of the same step
+        if not self._has_looked:  # else another batch of the same step
             self._has_looked = True
             self._buffers.look()
 
     def weigh(self, batch: Slice) -> None:
-        """Weight what the user's own backward leaves from now on by this slice's share of the global batch."""
+        """Weight the user's own backward from now on by this slice's share of the global batch."""
         assert self._own is not None
         self._own.weight = weight = batch.num_local / batch.num_global
         for module in self._rows:
             module.weight = weight
 
     def sum_gradients(self, batch: Slice) -> None:
-        """Every rank reads every rank's gradients and adds them up as the servers would; at commit one of them pushes."""
+        """Every rank reads every rank's gradients and sums them as the servers would; at commit one of them pushes."""
         assert self._own is not None
         if self._own.is_summed:
             return
@@ -231,7 +230,7 @@ class Ps:
         self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None))
 
     def prefetch(self, batch: Slice) -> None:
-        """The batch after this one: its rows can be asked for as soon as this step is pushed."""
+        """Note the next batch: its rows can be requested as soon as this step is pushed."""
         self._next_batch = batch
 
     def commit(self) -> StepResult:
@@ -265,7 +264,7 @@ class Ps:
         self._model.dense.take(pull)
 
     def followed(self) -> contextlib.AbstractContextManager[None]:
-        """Between hosts a forward may begin before all weights have come."""
+        """Between hosts a forward may begin before all weights have arrived."""
         is_exact = self._session.mode.kind == "exact" and self._launched.num_hosts > 1
         can = is_exact and not self._job.compile and can_follow(self._job.model)
         return self._arriving.watched() if can else contextlib.nullcontext()
@@ -333,7 +332,7 @@ class Ps:
         return step
 
     def _pull_ahead(self, clock: int) -> list[tuple[range, DensePull]]:
-        """Ask for what the next step needs, first needed first: rows, then waves of chunks. Servers answer in that order."""
+        """Request what the next step needs, in order of need: rows, then waves of chunks. Servers answer in that order."""
         assert self._model is not None
         batch_ahead, self._next_batch = self._next_batch, None
         if batch_ahead is not None:
@@ -363,18 +362,18 @@ class Ps:
         return Decision(float(factor), apply, norm)
 
     def _own_norm(self, rows: Iterable[tuple[NDArray[np.int64], NDArray[Any]] | None]) -> float:
-        """Of the gradient that backward left here, and of what it left for the rows."""
+        """Norm of this worker's own gradient, rows included."""
         squares = sum(float(np.vdot(held[1], held[1])) for held in rows if held is not None)
         return gradient_norm((p.grad for p in self._parameters if isinstance(p.grad, Tensor)), squares)
 
     def _has_seen_more_than(self, updates: int) -> bool:
-        """True where this step ran on weights of a later one: another worker was lost, and a server with it."""
+        """True if this step ran on weights of a later one: another worker was lost, and a server with it."""
         assert self._model is not None
         seen = [self._model.dense.newest, *(module.newest for module in self._rows)]
         return max(seen) > updates
 
     def _conclude(self, vector: NDArray[np.float64]) -> StepResult:
-        """The servers have updated; do here what belongs to it."""
+        """The servers have updated; do the local part of the step's end."""
         flat = torch.from_numpy(vector.copy())
         told, at = flat[-2:].tolist(), 4 + self._num_workers
         verdict = decide(flat[:at])
@@ -386,7 +385,7 @@ class Ps:
         return verdict
 
     def _end(self, verdict: StepResult) -> None:
-        """Leave nothing of the step but its update."""
+        """Drop everything of the step but its update."""
         if not verdict.applied:
             self._buffers.restore()
         self._buffers.forget()
@@ -400,7 +399,7 @@ class Ps:
         self.step += 1
 
     def _conclude_buffers(self, flat: Tensor) -> None:
-        """Statistics and buffers, as the ranks' vectors sum up to."""
+        """Write statistics and buffers from the sum of the ranks' vectors."""
         self._buffers.conclude(flat, self.reduce, share=self._share, rank=self._rank)
 
     # ---- beside the steps -----------------------------------------------------------------------
@@ -434,7 +433,7 @@ class Ps:
             yield from self._model.places()
 
     def state(self) -> Iterator[Piece]:
-        """Model and optimizer, whole. Rank 0 reads them; nobody can update before it goes on."""
+        """Model and optimizer, whole. Rank 0 reads them; no update can happen before it goes on."""
         return self._state(None)
 
     def state_with_changes(self, changes: RowStamps) -> Iterator[Piece]:
@@ -450,7 +449,7 @@ class Ps:
             yield from self._model.table_pieces(changes)
 
     def load(self, pieces: PieceReader) -> None:
-        """Take over weights and optimizer state: here now, on the servers when the model is put there."""
+        """Load weights and optimizer state: here now, on the servers at layout."""
         load_state(self._job.model, None, pieces)
         if self.optimizer is not None and pieces.optimizer_settings is not None:
             load_settings(self._job.model, self.optimizer, pieces.optimizer_settings, path=pieces.path)
@@ -469,7 +468,7 @@ class Ps:
 
     def refresh_copy(self) -> None:
         if self._current is not None:
-            return  # within a step: the copy is what it runs on, and its rows are yet to be pushed
+            return  # within a step: it runs on this copy, and its rows are yet to be pushed
         self._arriving.settle()
         if self._rows:
             self._pull_weights()
@@ -484,7 +483,7 @@ class Ps:
             self._home_at = self._weights_at = self._session.updates
             self._is_whole = True
 
-    # ---- what a replacement is given ------------------------------------------------------------
+    # ---- state transfer -------------------------------------------------------------------------
 
     def anchored(self) -> None:
         self._step_at_anchor = self.step
@@ -515,9 +514,11 @@ class Ps:
     # ---- small things ---------------------------------------------------------------------------
 
     def _refresh(self, *, is_whole: bool = False) -> None:
-        """Have the newest weights, as training has them: rounded where pulls are compressed. `is_whole`: as the servers hold them.
+        """Pull the newest weights, as training uses them: rounded if pulls are compressed. `is_whole`:
+        as the servers hold them.
 
-        Training pulls its own again after somebody looked at whole ones, so a look changes nothing of what is trained.
+        After a read of whole weights training pulls its own again, so a read does not change
+        training.
         """
         is_whole = is_whole or not self._session.group.compression.pull
         has_them = self._weights_at == self._session.updates and self._is_whole == is_whole
@@ -529,12 +530,12 @@ class Ps:
                 self._home_at = -1
 
     def _have_newest(self) -> int:
-        """Have the weights there are, for a forward that trains nothing; the clock as of which rows may be read."""
+        """Pull the newest weights for a forward that does not train; returns the clock for reading rows."""
         self._refresh(is_whole=True)
         return self._session.updates
 
     def _equalize(self) -> None:
-        """Before the model is on the servers: everybody has rank 0's weights."""
+        """Before the model is on the servers: broadcast rank 0's weights."""
         if self._weights_at == -2:
             return
         tensors = list(plain_tensors(self._job.model).values())

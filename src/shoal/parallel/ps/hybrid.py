@@ -1,8 +1,8 @@
 """`ps:hybrid[,ssp=K]`: dense parameters summed by all-reduce at every step, rows on servers without waiting.
 
-What Persia found to lose almost nothing: the large and sparse part of a
-recommender may be a little stale, the small and dense part is exact. Workers
-are a group, as under `ddp`, and clients of the servers besides.
+As in Persia, which found that this loses almost nothing: the large and sparse part of a recommender
+may be a little stale, the small and dense part is exact. Workers are a group, as under `ddp`, and
+also clients of the servers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from shoal.recovery.state_transfer import Part
 
 
 class PsHybrid(Ddp):
-    """Data parallel for what is dense, a parameter server for rows.
+    """Data parallel for dense parameters, a parameter server for rows.
 
-    A step's rows are pushed before its dense part can be committed by anybody:
-    a worker that dies in between is run again, and its push is recognised by
-    its name. Gradients leave while backward runs, so what the others cannot do
-    without waits for the push: the losses.
+    A step's rows are pushed before any rank can commit its dense part: a worker that dies in
+    between is run again, and its push is deduplicated by name. Gradients are sent while backward
+    runs, so the losses, without which no rank can end the step, wait for the push.
     """
 
     def __init__(self, job: Job) -> None:
@@ -64,10 +63,10 @@ class PsHybrid(Ddp):
         super().prepare(job)
 
     def _refuse_rows(self, model: nn.Module) -> None:
-        """They are on the servers."""
+        """Nothing to refuse: rows are on the servers."""
 
     def _make_gradients(self, model: nn.Module) -> GradientExchange | None:
-        return None  # which parameters are rows, the first batch shows
+        return None  # the first batch shows which parameters are rows
 
     def _make_exchange(self, model: nn.Module) -> StepExchange:
         return StepExchange(
@@ -131,11 +130,12 @@ class PsHybrid(Ddp):
             for piece in (*self._rows.optimizer_pieces(), *self._rows.table_pieces(changes)):
                 given.add(piece.name)
                 yield piece
-        # The optimizer here may have state for rows too, which is not trained: some make it when they are built.
+        # The optimizer here may have state for rows too, which is not trained: some create it at
+        # construction.
         yield from (piece for piece in super().state() if piece.name not in given)
 
     def load(self, pieces: PieceReader) -> None:
-        """Take over weights and optimizer state: rows when they are put on the servers."""
+        """Load weights and optimizer state; rows when they are put on the servers."""
         super().load(pieces)
         if self._rows is None:
             self._saved = pieces
@@ -148,7 +148,7 @@ class PsHybrid(Ddp):
         if self._rows is not None:
             before = [(each, each.clock, each.is_training) for each in self._modules]
             self._rows.pull_weights(0)
-            for each, clock, is_training in before:  # a loss may look between forward and backward
+            for each, clock, is_training in before:  # a loss may read rows between forward and backward
                 each.clock, each.is_training = clock, is_training
 
     def pull_weights(self) -> None:
@@ -159,7 +159,7 @@ class PsHybrid(Ddp):
         report_staleness(self.staleness, self._modules)
 
     def export_state(self) -> Part:
-        """As a worker of ddp; and whether the rows are on the servers, and which."""
+        """As a worker of ddp; and which rows are on the servers, if they are."""
         part = super().export_state()
         layout = self._rows.layout if self._rows is not None else None
         return Part({**part.plain, "laid_out_at": self._laid_out_at, "layout": layout}, part.tensors)
@@ -170,7 +170,7 @@ class PsHybrid(Ddp):
         if self._rows is not None:
             return
         self._saved = PieceReader(part.tensors, part.plain["optimizer"])
-        # It may never see a batch: the others may be through with training, and measure.
+        # It may never see a batch: the others may have finished training, and evaluate.
         if self._laid_out_at is not None and self._laid_out_at <= self._group.anchored_at:
             self._lay_out(None, part.plain["layout"])
 

@@ -1,7 +1,7 @@
 """Tables of `shoal.ps.connect()` in a checkpoint of the model that is trained on the same servers.
 
-Marks of pushes are in such a checkpoint, so a resumed script's repeated pushes
-do not count again; the rows that they made must be there too.
+Such a checkpoint has the sequence marks of pushes, so a resumed script's repeated pushes are not
+applied again; the rows that they produced must be in it too.
 """
 
 from __future__ import annotations

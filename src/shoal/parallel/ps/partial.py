@@ -1,13 +1,12 @@
-"""`ps:drop=K` and `ps:stale-ok`: steps in common that do not wait for the slowest workers.
+"""`ps:drop=K` and `ps:stale-ok`: common steps that do not wait for the slowest workers.
 
-The batch is cut over the workers as in `ps`, and a step is summed as soon as
-all but K contributions are there. What comes late is left out, or stands in
-for its worker's next one, and is counted. A worker that was passed by runs
-through the steps it missed without computing them.
+The batch is divided over the workers as in `ps`, and a step is summed as soon as all but K
+contributions have arrived. A late contribution is dropped, or replaces its worker's next one, and
+is counted. A worker that was overtaken skips the steps it missed without computing them.
 
-Nobody ever has the whole gradient, so every worker clips the mean gradient
-of its own part. The step's is a mean of those: it is no longer than
-`clip_norm` either, whichever worker is left out of it.
+No process has the whole gradient, so every worker clips the mean gradient of its own part. The
+step's gradient is a mean of those, so its norm is at most `clip_norm` too, whichever worker is left
+out.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ class PsDrop(Ps):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._passed = 0  # the servers' newest step, as far as this worker has heard
+        self._passed = 0  # the servers' newest step, as far as this worker knows
         self._is_passing = False
         self._last: NDArray[np.float64] | None = None
-        self._count = 0.0  # what this worker's loss is a mean over
+        self._count = 0.0  # count of this worker's loss
         self._norm: float | None = None
-        self.num_late = 0  # contributions of this worker that came too late to count, on one server at least
+        self.num_late = 0  # contributions of this worker that came too late, on one server at least
         self.num_missed = 0  # steps that were over before this worker had begun them
 
     def forward_backward(self, batch: Slice) -> LossSum:
-        """Compute this rank's gradients, unless the others are through with the step."""
+        """Compute this rank's gradients, unless the others have finished the step."""
         self._lay_out(batch)
         self._is_passing = self._session.updates < self._passed and not self._session.next_is_known
         if self._is_passing:
@@ -64,14 +63,14 @@ class PsDrop(Ps):
             step.release()
             self._last, self._passed = vector, max(self._passed, step.committed.updates)
             self.num_late += step.is_late
-            # The vector is of the servers' newest step; until there this worker knows nothing of its own.
+            # The vector is of the servers' newest step; up to there this worker has no results of its own.
             if self._session.updates < self._passed:
                 vector = _neutral(vector, self._num_workers)
         return self._conclude(vector)
 
     @property
     def _wants_norm(self) -> bool:
-        return False  # of the sum: servers do not wait for all of it, and each for others
+        return False  # about the sum: servers do not wait for all of it, and each waits for others
 
     @property
     def _looks_at_its_own(self) -> bool:
@@ -79,12 +78,13 @@ class PsDrop(Ps):
 
     def _contribute(self, loss: LossSum) -> None:
         super()._contribute(loss)
-        # Statistics are a mean of those that are in the step: how much of the batch that was, only the sum can tell.
+        # Statistics are a mean over the contributions in the step: only the sum tells how much of the batch
+        # that was.
         self._vector = np.append(self._vector, [self._share, float(self._rank == 0)])
         self._count, self._norm = loss.count, None
         if self._looks_at_its_own:
             assert self._model is not None
-            self._model.dense.disarm()  # nothing leaves before the whole gradient is known
+            self._model.dense.disarm()  # nothing is sent before the whole gradient is known
 
     def _end_step(self) -> PushStep:
         if self._looks_at_its_own:
@@ -95,12 +95,12 @@ class PsDrop(Ps):
         return super()._end_step()
 
     def _look_at_own(self, model: ServedModel) -> None:
-        """Clip this worker's gradient. One that is not finite spoils the loss, and with it every step that it gets into."""
+        """Clip this worker's gradient. A non-finite one is marked in the loss, and so in every step that includes it."""
         if not math.isfinite(self._vector[LOSSES + self._rank]):
             return
         for module in model.rows:
             module.merge_gradients()
-        # Backward divided by the samples of all workers: this is the mean over what is this one's.
+        # Backward divided by the samples of all workers: this is the mean over this worker's.
         scale = self._num_global / self._count if self._count else 0.0
         norm = self._norm = scale * self._own_norm(module.gradients for module in model.rows)
         if not math.isfinite(norm):
@@ -154,7 +154,7 @@ class PsDrop(Ps):
 
 
 def _neutral(vector: NDArray[np.float64], num_workers: int) -> NDArray[np.float64]:
-    """The same without anybody's wishes: those belong to another step."""
+    """The same without control flags: those belong to another step."""
     changed = vector.copy()
     changed[1:4] = 0.0
     return changed

@@ -1,8 +1,8 @@
 """`ps:ssp=K` and `ps:async`: every push is one update; workers wait for the slowest up to K clocks, or never.
 
-One worker computes one whole batch, so batch size, learning rate and schedule
-mean what they mean in one process; which batches, the coordinator says by
-leases. What is bent (how stale the weights were) is counted and reported.
+One worker computes one whole batch, so batch size, learning rate and schedule mean what they mean
+in one process; the coordinator assigns batches by leases. The staleness of the weights is counted
+and reported.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ from shoal.recovery.state_transfer import Part
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport.messages.client_server import Hold, Rest
 
-MARKS = "marks/triples"  # the piece of a checkpoint that says what of which lease counts in which slot
+MARKS = (
+    "marks/triples"  # piece of a checkpoint: which sequence number of which lease is applied in which slot
+)
 
-NO_LEASE = 1 << 31  # in a stream's number: its pushes are of no batches
+NO_LEASE = 1 << 31  # in a stream's number: its pushes belong to no batch
 
-NEWEST = -3  # instead of a clock: the weights are whatever the servers had
+NEWEST = -3  # instead of a clock: whatever weights the servers had
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
@@ -72,9 +74,9 @@ class Naming:
     done_below: int = 0
     push_every: int = 1
     num_samples: int = 0
-    # Leases that were under way at a checkpoint: slots may have come to different batches of them.
+    # Leases in progress at a checkpoint: slots may have applied different batches of them.
     singly: frozenset[int] = frozenset()
-    # By lease, when servers were last asked: how many of its batches count in slot 0, and in all slots.
+    # By lease, at the last query: number of its batches applied in slot 0, and in all slots.
     counted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def name(self, batch: Slice, batch_size: int) -> tuple[int, int]:
@@ -83,9 +85,10 @@ class Naming:
         return self.stream(number), within // batch_size + 1
 
     def ends_group(self, batch: Slice, batch_size: int) -> bool:
-        """True where gradients that were added up are pushed: the same batches, whichever worker runs the lease.
+        """True where accumulated gradients are pushed: after the same batches, whichever worker runs the lease.
 
-        So two pushes of a lease have the same batches in them, or none in common, and marks tell repeats.
+        So two pushes of a lease have the same batches or none in common, and sequence marks detect
+        repeats.
         """
         stream, seq = self.name(batch, batch_size)
         every = 1 if (stream & 0xFFFF_FFFF) - 1 in self.singly else self.push_every
@@ -93,7 +96,7 @@ class Naming:
         return not seq % every or not stop % self.samples_per_lease or stop >= self.num_samples
 
     def stream_of_residuals(self, rank: int) -> int:
-        """Of what top-k left on a worker: beyond all leases."""
+        """Stream for top-k residuals of a worker, beyond all leases."""
         return (self.call << 32) | NO_LEASE | rank
 
     def stream(self, lease: int) -> int:
@@ -101,7 +104,7 @@ class Naming:
         return (self.call << 32) | (lease + 1)
 
     def heard(self, marks: NDArray[np.int64]) -> None:
-        """Servers have forgotten the marks of leases that all are done; a worker may not have heard that they are."""
+        """Servers forget the marks of leases once all are done; a worker may not know yet that they are."""
         for stream in marks[marks[:, 2] == 0, 1].tolist():
             if stream >> 32 == self.call:
                 self.done_below = max(self.done_below, (stream & 0xFFFF_FFFF) - 1)
@@ -118,7 +121,7 @@ class Naming:
 
 @dataclass(slots=True)
 class HeldGradients:
-    """Gradients of some batches of one lease, added up until they are pushed as one."""
+    """Gradients of some batches of one lease, accumulated until they are pushed as one."""
 
     stream: int = 0
     seq: int = 0  # the last of them
@@ -137,7 +140,7 @@ class HeldGradients:
         rows: dict[int, tuple[NDArray[np.int64], NDArray[Any]]],
         dense: list[Tensor | None],
     ) -> None:
-        """Add a batch's gradients times `factor`; None: a batch that is left out, and counts all the same."""
+        """Add a batch's gradients times `factor`; None: a skipped batch, which counts all the same."""
         self.stream, self.seq = name
         self.num_batches += 1
         self.first, self.last = self.first or batch, batch
@@ -169,21 +172,21 @@ class PsRelaxed(Ps):
         self._trained: TrainedFile | None = None
         self._ahead: DensePull | None = None
         self._unused: list[DensePull] = []  # the servers may still write into their memory
-        self._unheard: PushStep | None = None  # the last push, kept until every copy of its slots has it
-        self._wishes = 0  # of all workers, as of the last answer
+        self._unheard: PushStep | None = None  # last push, kept until every copy of its slots has it
+        self._wishes = 0  # control flags of all workers, as of the last answer
         self.push_every, self._pull_every = job.push_every or 1, job.pull_every or 1
         self._held = HeldGradients()
         self._aggregator: AggregatorGroup | None = None
-        self._aggregates: Aggregator | None = None  # this worker is the first of its group
+        self._aggregates: Aggregator | None = None  # set if this worker is the first of its group
         mode = self._session.mode
         self._bound = mode.bound if mode.kind == "ssp" else None
         self._pulled_at = self._slowest_then = 0  # clocks of this worker and of the slowest at the last pull
-        self.left_out: set[int] = set()  # leases of which a push was left out: some of it counted already
+        self.left_out: set[int] = set()  # leases with a push that was dropped: some of it counted already
         self._num_left_out = self._num_residuals = 0
         # Number of pulls, by their distance ahead of the slowest worker.
         self.staleness: Counter[int] = Counter()
-        self.updates = 0  # updates of all workers, as far as this one has heard
-        self.waited_s = 0.0  # for weights that are fresh enough: for the slowest worker, that is
+        self.updates = 0  # updates of all workers, as far as this one knows
+        self.waited_s = 0.0  # time spent waiting for fresh enough weights, that is, for the slowest worker
 
     def lease_by(self, naming: Naming, batch_size: int) -> None:
         self._naming, self._batch_size, self._wishes = naming, batch_size, 0
@@ -197,7 +200,7 @@ class PsRelaxed(Ps):
 
     @property
     def _pushes_at_once(self) -> bool:
-        """True where gradients leave while backward runs: nothing is added up here, nor merged with others'."""
+        """True where gradients are sent while backward runs: nothing is accumulated here or merged with others'."""
         has_residual = self._session.group.compression.ratio is not None
         return self.push_every == 1 and self._launched.fan_in is None and not has_residual
 
@@ -232,14 +235,14 @@ class PsRelaxed(Ps):
         """A batch is one worker's alone, and so is its gradient."""
 
     def adopt(self, batch: Slice) -> None:
-        """Push what the user's own backward left of a whole batch."""
+        """Push the gradients of the user's own backward, for a whole batch."""
         assert self._own is not None
         self._has_looked = False
         self._begin_alone(batch)
         self._contribute_alone(LossSum(torch.zeros(()), float(batch.num_local), None))
 
     def about_to_run(self) -> None:
-        """Have weights that are fresh enough, and keep the buffers."""
+        """Pull weights that are fresh enough, and keep the buffers."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self._model is not None:
             began_at = time.monotonic()
@@ -262,7 +265,7 @@ class PsRelaxed(Ps):
         self._weights_at = self._clock
 
     def _may_reuse(self) -> bool:
-        """True where the weights of the last pull are fresh enough for one more step."""
+        """True if the weights of the last pull are fresh enough for one more step."""
         return (
             self._weights_at >= 0
             and self._clock - self._pulled_at < self._pull_every
@@ -289,7 +292,7 @@ class PsRelaxed(Ps):
 
     def _have_newest(self) -> int:
         self.settle()
-        # At clock 0 nobody is waited for: others may have come less far, and be waiting for us by now.
+        # At clock 0 no worker is waited for: others may be behind, and waiting for this one by now.
         if self._model is not None and self._weights_at != NEWEST:
             self._drop_ahead()
             self._model.dense.refresh(self._session.group, 0, is_whole=True)
@@ -322,10 +325,10 @@ class PsRelaxed(Ps):
         self._vector = vector.numpy()
         if self._verdict.applied and not self._wants_norm and self._pushes_at_once:
             self._model.dense.arm(self._current)
-        # Else nothing leaves before the whole gradient is known, or nothing at all.
+        # Else nothing is sent before the whole gradient is known, or nothing at all.
 
     def commit(self) -> StepResult:
-        """Push what is left. With replicas its answer is waited for before the next push counts, not before the next batch."""
+        """Push the rest. With replicas its answer is awaited before the next push counts, not before the next batch."""
         assert self._model is not None
         assert self._current is not None
         assert self._batch is not None
@@ -365,7 +368,7 @@ class PsRelaxed(Ps):
         )
 
     def flush(self) -> None:
-        """Push the gradients that are held, before their number is full where the fit ends."""
+        """Push accumulated gradients, at the end of a fit also before the group is complete."""
         held, self._held = self._held, HeldGradients()
         if not held.num_batches:
             return
@@ -374,11 +377,11 @@ class PsRelaxed(Ps):
         assert held.last is not None
         self.settle()
         if held.is_applied:
-            # The vector is of the last batch alone, which may be one that is left out.
+            # The vector is of the last batch alone, which may be a skipped one.
             self._vector[LOSSES:] = np.nan_to_num(self._vector[LOSSES:], nan=0.0, posinf=0.0, neginf=0.0)
         rows = held.merged_rows() if held.is_applied else None
         note, group = self._session.note_of_step(is_needed=False), self._session.group
-        # Notes and wishes are for the servers alone, and so is a push that changes nothing: it is no update.
+        # Notes and control flags only concern the servers, and a push without changes is no update.
         is_plain = held.is_applied and not note and not self._vector[1:LOSSES].any()
         by_aggregator = self._aggregator is not None and is_plain
         for way in (self._aggregator, group) if by_aggregator else (group,):
@@ -398,14 +401,14 @@ class PsRelaxed(Ps):
             parameter.grad = None
 
     def push_residuals(self) -> None:
-        """Push what top-k kept back, whole: where an epoch ends, and before this worker reads a checkpoint."""
-        self.settle()  # the last push may not count, and then leaves nothing
+        """Push everything that top-k held back: at an epoch's end, and before this worker reads a checkpoint."""
+        self.settle()  # the last push may not count, and then leaves no residual
         residuals = self._session.group.compression.take_residuals()
         if not residuals or self._model is None or self._naming is None:
             return
         job = self._launched
         self._num_residuals += 1
-        # No two have one name, those of a predecessor or of a run before `shoal resume` among them.
+        # Names are unique, also against those of a predecessor and of a run before `shoal resume`.
         seq = job.launch << 40 | job.incarnation << 20 | self._num_residuals
         step = PushStep(self._session.group, self._naming.stream_of_residuals(self._rank), seq)
         for spec in self._model.dense.specs:
@@ -439,7 +442,7 @@ class PsRelaxed(Ps):
         note: bytes,
         num_batches: int,
     ) -> None:
-        """Push what backward left of the batches from `first` to `last`; without `rows` they count, and change nothing."""
+        """Push the gradients of the batches from `first` to `last`; without `rows` they count, and change nothing."""
         assert self._model is not None
         if rows is not None:
             self._model.dense.send_rest()
@@ -464,7 +467,7 @@ class PsRelaxed(Ps):
         self._unheard = step
 
     def _ask_ahead(self) -> DensePull | None:
-        """Ask for the next batch's rows, and for the weights where those at hand are too old for it."""
+        """Request the next batch's rows, and the weights if the present ones are too old for it."""
         assert self._model is not None
         pull = None
         if not self._may_reuse():
@@ -478,7 +481,7 @@ class PsRelaxed(Ps):
         return pull
 
     def settle(self) -> None:
-        """Wait until the last push counts in every copy of its slots."""
+        """Wait until the last push is applied in every copy of its slots."""
         step, self._unheard = self._unheard, None
         if step is None:
             return
@@ -496,13 +499,13 @@ class PsRelaxed(Ps):
             self.left_out.add(step.stream)
             self._num_left_out += 1
         step.release()
-        # A replacement begins at 0, and is as far as the slowest: servers let it in there.
+        # A replacement begins at 0 and counts as far as the slowest: servers admit it there.
         self._clock = max(self._clock, committed.slowest)
         self._session.updates = self.updates = step.num_updates
         self._wishes = committed.wishes
 
     def _note_push(self, first: Slice, last: Slice) -> None:
-        """From here on the push may count, and this worker may die before it hears."""
+        """Record the push: from here on it may count, and this worker may die before the answer."""
         if self._naming is None:
             return
         if self._trained is None:
@@ -512,12 +515,12 @@ class PsRelaxed(Ps):
 
     def _note_outcome(self, step: PushStep) -> None:
         if self._naming is not None and self._trained is not None:
-            # Sent again after a server was lost: what counted before may have been this very push.
+            # Repeated after a server was lost: the batch that counted before may have been this very push.
             is_other = PushOutcome.PUSHED if step.was_sent_again else PushOutcome.KNOWN
             self._trained.heard(PushOutcome.COUNTED if step.is_new else is_other)
 
     def _state(self, changes: RowStamps | None) -> Iterator[Piece]:
-        """Model and optimizer, and the marks that belong to them. Rank 0 reads while no push counts."""
+        """Model and optimizer, and their sequence marks. Rank 0 reads while no push is applied."""
         if self._model is None or self._rank != 0:
             yield from super()._state(changes)
             return
@@ -548,20 +551,20 @@ class PsRelaxed(Ps):
         return super().gather(value)
 
     def share_statistics(self) -> None:
-        """Average what BatchNorm has counted on every worker; all of them call it."""
+        """Average BatchNorm's statistics over all workers. Collective."""
         self._buffers.average(lambda flat: self.reduce(flat) / self._num_workers)
 
     def rest(self) -> None:
-        """This worker has nothing to do for now: nobody has to wait for it."""
+        """Mark this worker idle, so that no other waits for it."""
         self.settle()
         if self._model is not None:
             self._session.group.tell(lambda view: Rest(view, self._rank))
 
     def pull_weights(self) -> None:
-        """Put the trained weights into the model of this process: all workers are through by now."""
+        """Put the trained weights into this process's model: all workers have finished by now."""
         self.settle()
         if self._model is not None:
-            self._session.exchange(b"")  # nobody pushes any more
+            self._session.exchange(b"")  # after this no worker pushes
             self._pull_weights()
         report_staleness(self.staleness, self._rows, num_late=self._num_left_out)
         if self._aggregates is not None:

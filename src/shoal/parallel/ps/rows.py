@@ -1,9 +1,8 @@
-"""Embeddings whose rows are on servers: the choice of them, and what a module's forward calls instead of its weight.
+"""Embeddings whose rows are on servers: their selection, and the lookup that replaces a module's weight.
 
-An embedding is taken over only where that changes nothing: where the
-optimizer leaves a row alone whose gradient is zero, and where nothing but the
-module's own forward uses the weight. The first is read off the optimizer, the
-second is watched in one forward of the user's model on a real batch.
+An embedding is placed on servers only if that changes nothing: the optimizer must leave a row with
+zero gradient alone, and only the module's own forward may use the weight. The first follows from
+the optimizer, the second is observed in one forward of the user's model on a real batch.
 """
 
 from __future__ import annotations
@@ -68,11 +67,11 @@ class PlacementPlan:
     """Those that become rows."""
 
     dense: dict[str, str]
-    """Name of the weight: why it stays dense."""
+    """Name of the weight: reason why it stays dense."""
 
 
 def plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> PlacementPlan:
-    """The plan as far as it needs no forward."""
+    """The plan, as far as it needs no forward."""
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     taken, dense = [], {}
@@ -99,7 +98,7 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> PlacementPlan:
 
 
 def row_rule(optimizer: torch.optim.Optimizer, group: int) -> RowRule | str:
-    """The servers' rule that does to rows what this optimizer does; or why there is none."""
+    """Server rule equivalent to this optimizer on rows; or the reason why there is none."""
     found = rule_of_optimizer(type(optimizer).__name__, optimizer.param_groups[group])
     return found if isinstance(found, str) else RowRule(*found)
 
@@ -124,9 +123,9 @@ def _why_dense(module: nn.Embedding | nn.EmbeddingBag, uses: Counter[int]) -> st
 
 
 def watch(found: PlacementPlan, batch: Tree, run: Callable[[], Any]) -> PlacementPlan:
-    """Run the model once, and leave dense whose weight was used outside of its lookup; find ids among the batch.
+    """Run the model once; weights used outside of their lookup stay dense. Also finds ids in the batch.
 
-    `run` must be a forward without gradients that leaves no trace.
+    `run` must be a forward without gradients and side effects.
     """
     columns = {
         (leaf.data_ptr(), leaf.shape): number
@@ -171,7 +170,7 @@ def watch(found: PlacementPlan, batch: Tree, run: Callable[[], Any]) -> Placemen
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Weights that any operation has read but the lookup of their own module, the one that runs being `inside`."""
+    """Weights read by any operation other than the lookup of their own module, which is `inside` while it runs."""
 
     def __init__(self, weights: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -203,22 +202,22 @@ def describe(found: PlacementPlan) -> list[str]:
 
 
 class RowModule:
-    """One taken-over module: pulls rows for its forward and keeps their gradients for the step.
+    """One placed module: pulls rows for its forward and keeps their gradients for the step.
 
-    `clock` and `is_training` are set by the strategy before the model runs.
-    Outside of training what is pulled is a copy, and gradients are nobody's.
+    The strategy sets `clock` and `is_training` before the model runs. Outside of training a pull is
+    a copy, and gradients are dropped.
     """
 
     is_resident = False
-    """True where the module's own weight is what is trained: `worker_rows.py`."""
+    """True if the module's own weight is trained: `worker_rows.py`."""
 
     def __init__(self, taken: PlacedEmbedding, number: int, group: Group, *, seed: int) -> None:
         self.taken, self.module = taken, taken.module
         self.clock, self.is_training = 0, True
         self.unpushed = 0  # batches of `clock` whose gradients this worker still keeps
-        self.weight = 1.0  # of gradients that backward leaves, where a loop of the script's own calls it
+        self.weight = 1.0  # weight of gradients, in a script's own loop
         self.staleness: Counter[int] = Counter()
-        self.newest = 0  # the most updates that any row pulled so far had behind it
+        self.newest = 0  # most updates of any row pulled so far
         module = taken.module
         rule: dict[str, Any] = {"rule": taken.rule.name, "settings": taken.rule.settings}
         if isinstance(module, HashEmbedding):
@@ -228,7 +227,7 @@ class RowModule:
             self.spec = TableSpec(
                 number=number,
                 name=taken.name,
-                dim=int(module.embedding_dim),  # a numpy number, in models that compute it
+                dim=int(module.embedding_dim),  # a numpy number in models that compute it
                 dtype=DTYPES[module.weight.dtype],
                 num_rows=int(module.num_embeddings),
                 seed=seed,
@@ -246,7 +245,7 @@ class RowModule:
     # ---- in the place of the weight -------------------------------------------------------------
 
     def install(self) -> None:
-        """From now on the module's forward looks its rows up here."""
+        """Replace the module's forward by a lookup here."""
         module = self.module
         if isinstance(module, _KINDS):
             module.weight.grad = None
@@ -275,7 +274,7 @@ class RowModule:
 
     def pull(self, keys: NDArray[np.int64]) -> Tensor:
         wrong = self._out_of_range(keys)
-        if wrong is not None:  # as torch says it where the weight is here
+        if wrong is not None:  # torch's own error message for a local weight
             raise IndexError(
                 f"id {wrong} is out of range: the embedding of '{self.taken.name}' has {self.spec.num_rows} rows"
             )
@@ -289,7 +288,7 @@ class RowModule:
             self._group.start(pull)
         self._group.finish(pull)
         self.newest = max(self.newest, pull.updates)
-        if not self.is_training or not torch.is_grad_enabled():  # there may be no step that would release it
+        if not self.is_training or not torch.is_grad_enabled():  # no step may follow that would release it
             rows = torch.from_numpy(pull.rows).clone()
             pull.release()
             return rows
@@ -298,8 +297,8 @@ class RowModule:
         return torch.from_numpy(pull.rows)
 
     def push(self, keys: NDArray[np.int64], gradients: NDArray[Any]) -> None:
-        """The gradients of rows that were pulled; kept for the step."""
-        if self.is_training and self.weight:  # a borrowed sample gives nothing
+        """Keep gradients of pulled rows for the step."""
+        if self.is_training and self.weight:  # a borrowed sample contributes nothing
             self._gradients.append((keys, gradients if self.weight == 1.0 else gradients * self.weight))
 
     def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -311,17 +310,17 @@ class RowModule:
         return keys[is_admitted], values[is_admitted]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
-        """Rows of a copied model: those on the servers now, in this process."""
+        """A copied model gets the rows that are on the servers now, in this process."""
         copied = LocalRows(self.spec)
         copied.replace(*self.everything(), None, 0)
         return copied
 
-    # ---- what the strategy asks -----------------------------------------------------------------
+    # ---- for the strategy -----------------------------------------------------------------------
 
     def pull_ahead(self, ids: Tensor, clock: int) -> None:
         keys, inverse = uniques_of(ids)
         if self._out_of_range(keys) is not None:
-            return  # it is said where they are used
+            return  # reported where they are used
         self._seen = (ids, keys, inverse)
         if self._ahead is not None:
             self._pulls.append(self._ahead)
@@ -334,7 +333,7 @@ class RowModule:
         return int(keys[0] if keys[0] < 0 else keys[-1])
 
     def merge_gradients(self) -> None:
-        """Have what backward left in one piece, each key once."""
+        """Merge the gradients of backward, each key once."""
         held = self.take_gradients()
         self._gradients = [held] if held is not None else []
 
@@ -356,7 +355,7 @@ class RowModule:
         return merged(gradients) if gradients else None
 
     def scale(self, share: float) -> None:
-        """Weight what backward left; nothing is left where this worker has no share."""
+        """Weight the gradients of backward; drops them if this worker has no share."""
         self._gradients = [(keys, values * share) for keys, values in self._gradients] if share else []
 
     def release(self) -> None:
@@ -369,7 +368,7 @@ class RowModule:
         self.release()
 
     def _new_pull(self, keys: NDArray[np.int64], clock: int) -> RowsPull:
-        # Only what is trained on is compressed: what is looked at is as it is.
+        # Only training pulls are compressed; other reads are exact.
         codec = self._group.compression.pull if self.is_training else ""
         what = (self.spec.number, keys, self.dim, self.np_dtype)
         unpushed = self.unpushed if self.is_training else 0

@@ -1,7 +1,7 @@
-"""A model whose parameters live on servers: its dense chunks and row tables, and how they get there and back.
+"""A model whose parameters live on servers: its dense chunks and row tables, and their transfer both ways.
 
-Laid out on the first batch, because only a forward shows which embeddings can
-be rows. Knows nothing of steps; `exact.py` does.
+Laid out on the first batch, because only a forward shows which embeddings can be rows. Steps are
+`exact.py`'s.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Chunk:
     numel: int
     # Per part: its parameter, first element there, first element here, elements.
     views: list[tuple[nn.Parameter, int, int, int]] = field(default_factory=list)
-    missing: int = 0  # parameters whose gradient backward has not made yet
+    missing: int = 0  # parameters without a gradient yet in this backward
     is_sent: bool = False
 
     @property
@@ -90,7 +90,7 @@ class _Chunk:
 
     @property
     def accelerator(self) -> torch.device | None:
-        """The one on which all of its parameters are, if so."""
+        """Device that has all of its parameters, if there is one."""
         first, *others = {view[0].device for view in self.views}
         return first if not others and first.type != "cpu" else None
 
@@ -109,7 +109,7 @@ class DenseParameters:
         in_place: bool,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """`named`: name, parameter and its group in the optimizer. With `in_place` weights are read where they lie."""
+        """`named`: name, parameter and its group in the optimizer. With `in_place` weights are read in place."""
         self._in_place = in_place
         described = [(name, tuple(p.shape), dtype_name(p.dtype), group) for name, p, group in named]
         slots = slots_at_launch(num_servers, num_copies)
@@ -133,9 +133,10 @@ class DenseParameters:
                 self._of_parameter.setdefault(id(parameter), []).append(chunk)
             self._chunks.append(chunk)
         self._step: PushStep | None = None
-        # Chunks that a device may still be copying out: the parts without a gradient, and what tells when it has.
+        # Chunks that a device may still be copying out: their parts without a gradient, and the event of
+        # the copy.
         self._leaving: deque[tuple[_Chunk, list[int], torch.Event]] = deque()
-        self.newest = 0  # the most updates that anything pulled so far had behind it
+        self.newest = 0  # most updates of anything pulled so far
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
             for _, parameter, _ in named
@@ -148,14 +149,14 @@ class DenseParameters:
     # ---- pushing --------------------------------------------------------------------------------
 
     def arm(self, step: PushStep) -> None:
-        """Gradients that backward makes from now on belong to this step and are its last."""
+        """Gradients of backward from now on belong to this step and are its last."""
         self._step = step
         self._leaving.clear()
         for chunk in self._chunks:
             chunk.missing, chunk.is_sent = len({id(view[0]) for view in chunk.views}), False
 
     def send_rest(self) -> None:
-        """Backward is over: what it did not reach has no gradient on this worker."""
+        """After backward: send chunks it did not reach, which have no gradient on this worker."""
         for chunk in self._chunks:
             if not chunk.is_sent:
                 self._send(chunk)
@@ -194,7 +195,7 @@ class DenseParameters:
                 here.zero_() if gradient is None else here.copy_(gradient)
             self._push(chunk, unused)
             return
-        # Copied as one, and not waited for here: backward would wait for the device at every chunk.
+        # Copied as one, without waiting: otherwise backward would wait for the device at every chunk.
         joined = torch.cat(
             [
                 torch.zeros(view[3], dtype=chunk.dtype, device=device) if gradient is None else gradient
@@ -233,7 +234,7 @@ class DenseParameters:
         )
 
     def waves(self) -> list[range]:
-        """Chunks that are pulled together, in the order of the parameters, which is mostly that of forward."""
+        """Groups of chunks to pull together, in parameter order, which is mostly that of forward."""
         return cut_into_waves([chunk.nbytes for chunk in self._chunks])
 
     def parameters_of(self, some: range) -> Iterator[nn.Parameter]:
@@ -248,7 +249,7 @@ class DenseParameters:
             flat = as_flat(pull.arrived[chunk.spec.number], chunk.dtype)
             device = chunk.accelerator
             if device is not None:
-                flat = flat.to(device)  # in one copy, and waited for: what is pulled is released below
+                flat = flat.to(device)  # one synchronous copy: the pulled memory is released below
             for parameter, offset, at, numel in chunk.views:
                 target = parameter.detach().view(-1) if parameter.is_contiguous() else None
                 if target is not None:
@@ -270,14 +271,14 @@ class DenseParameters:
         )
 
     def refresh(self, group: Group, clock: int, *, is_whole: bool = False) -> None:
-        """Have the weights that are trained on; `is_whole`: as they are, also where pulls are compressed."""
+        """Pull the training weights; `is_whole`: exact ones, also if pulls are compressed."""
         pull = self.pull(clock, "" if is_whole else group.compression.pull)
         group.run(pull)
         self.take(pull)
 
 
 def _piece(parameter: nn.Parameter, offset: int, at: int, numel: int) -> Tensor | None:
-    """The part of a parameter's gradient that is in a chunk, where backward left one."""
+    """Part of a parameter's gradient in a chunk, if backward left one."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -287,7 +288,7 @@ def _piece(parameter: nn.Parameter, offset: int, at: int, numel: int) -> Tensor 
 
 
 def slots_at_launch(num_servers: int, num_copies: int) -> list[list[int]]:
-    """Slots of each server at launch: chunks are balanced over these, however many servers there are by now."""
+    """Slots of each server at launch: chunks are balanced over these, whatever the number of servers is now."""
     names = [f"server-{number}" for number in range(num_servers)]
     weights = dict.fromkeys(names, 1.0)
     seed = evenest_seed(weights, [1.0] * NUM_SLOTS, num_copies=num_copies) if num_servers > 1 else 0
@@ -311,7 +312,7 @@ def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 BLOCK_BYTES = 4 << 20
-"""Of rows that are written or brought home at a time: what lies in exchange buffers, and in copies on both sides."""
+"""Rows written or read at a time: bounds exchange buffers and copies on both sides."""
 
 
 class ServedModel:
@@ -332,11 +333,11 @@ class ServedModel:
         self.rows: list[RowModule] = []
         self.plan = PlacementPlan([], {})
         self._declared_settings: list[dict[str, Any]] = []
-        self._settings: list[dict[str, Any]] = []  # as they were at the last step
+        self._settings: list[dict[str, Any]] = []  # as of the last step
         self._table_settings: dict[int, dict[str, float]] = {}
 
     def lay_out(self, batch: Tree | None, run: Callable[[], Any]) -> None:
-        """Decide what is rows and what is chunks. Without a batch only rows that could be nothing else are."""
+        """Decide what is rows and what is chunks. Without a batch only those that must be rows are."""
         found = placement.plan(self._job.model, self._optimizer)
         if batch is None:
             hashed = [each for each in found.taken if isinstance(each.module, HashEmbedding)]
@@ -347,7 +348,7 @@ class ServedModel:
         self._settle(found)
 
     def lay_out_as(self, layout: dict[str, Any]) -> None:
-        """As a worker did of which this one is a replacement, and which told its `layout`."""
+        """Lay out as the `layout` of the worker that this one replaces."""
         found = placement.plan(self._job.model, self._optimizer)
         taken = {each.name: each for each in found.taken}
         for name, leaf, settings in layout["rows"]:
@@ -388,7 +389,7 @@ class ServedModel:
             num_servers=self._launched.num_servers,
             num_copies=self._launched.num_replicas,
             first_chunk=job.number * CHUNKS_PER_MODEL,
-            # What is on a device cannot be looked at from here, and torch's calls cost more there than bytes.
+            # Values on a device cannot be read from here, and torch's calls there cost more than the bytes.
             in_place=strategies.parse(self._launched.strategy).mode == "exact" and is_on_cpu,
             chunk_bytes=CHUNK_BYTES if is_on_cpu else DEVICE_CHUNK_BYTES,
         )
@@ -402,7 +403,7 @@ class ServedModel:
         return module
 
     def places(self) -> Iterator[LayerPlace]:
-        """Rows by their keys, the rest in chunks; what the servers have not is left out."""
+        """Places: rows by their keys, the rest in chunks; layers not on servers are left out."""
         last = self._launched.num_servers - 1
         where = f"servers 0-{last}" if last else "server 0"
         taken = {module.taken.name.rpartition(".")[0] for module in self.rows}
@@ -415,7 +416,7 @@ class ServedModel:
                 yield LayerPlace(layer, where, "in chunks", sends=sends)
 
     def declare(self) -> None:
-        """Tell all servers, and those to come."""
+        """Declare everything to all servers, present and future."""
         for message in self.declarations():
             self._group.declare(message)
 
@@ -427,7 +428,7 @@ class ServedModel:
         return found
 
     def clear_cache(self) -> None:
-        """Forget rows that were pulled before they were written anew."""
+        """Drop cached rows after they were overwritten."""
         for module in self.rows:
             if module.cache is not None:
                 module.cache.clear()
@@ -435,7 +436,9 @@ class ServedModel:
     def write(
         self, saved: PieceReader | None, *, keeps_state: bool = False, but: Collection[RowModule] = ()
     ) -> None:
-        """Give the servers what this process's model holds, `but` some tables, and the optimizer state of `saved`, or that they have."""
+        """Write this process's model to the servers, except tables in `but`, and the optimizer state
+        of `saved`, or their present one.
+        """
         if saved is not None and saved.optimizer_settings is not None:
             load_named(self._group, saved)
         for module in self.rows:
@@ -475,12 +478,12 @@ class ServedModel:
                 self._write_rows(module, *source.everything(), None, 0)
             return
         state, step, num_evicted = saved_state(name, module.spec, saved)
-        if not isinstance(source, LocalRows):  # rows that the saved table has not are as nobody wrote them
+        if not isinstance(source, LocalRows):  # rows missing in the saved table are as if never written
             had, _, had_state, had_step, _ = read_table(self._group, module.spec)
             others = np.setdiff1d(had, table[0], assume_unique=True)
             values = np.empty((len(others), module.dim), module.np_dtype)
             RowTable(module.spec).pull(others, values)
-            gone = None  # with a policy they go: no sightings
+            gone = None  # with a policy they are deleted: no sightings
             if module.spec.policy is not None:
                 gone = np.zeros((len(others), had_state.shape[1]), module.np_dtype)
             self._write_rows(module, others, values, gone, step)
@@ -504,7 +507,7 @@ class ServedModel:
                 step.push_rows(module.spec.number, *gradients)
 
     def pull_rows_ahead(self, batch: Tree, clock: int) -> None:
-        """Ask for the rows of a batch that comes next, where its ids can be told from it."""
+        """Request the rows of the next batch, if its ids are in it."""
         columns = list(leaves(batch))
         for module in self.rows:
             leaf = module.taken.leaf
@@ -512,9 +515,10 @@ class ServedModel:
                 module.pull_ahead(columns[leaf], clock)
 
     def settings(self) -> tuple[list[dict[str, Any]], dict[int, dict[str, float]]]:
-        """Hyper-parameters as they are now, a scheduler may have changed them: of groups, and of tables.
+        """Present hyper-parameters of groups and tables, which a scheduler may have changed.
 
-        They go with every step. A server that was told only of changes would have to know what it missed.
+        They go with every step: a server that only received changes would have to know what it
+        missed.
         """
         settings = [plain_settings(group) for group in self._optimizer.param_groups]
         if settings != self._settings:
@@ -532,7 +536,7 @@ class ServedModel:
 
     @torch.no_grad()
     def pull_weights(self, clock: int) -> None:
-        """Put what the servers hold into the model of this process, but for rows that have no end."""
+        """Load the servers' weights into this process's model, except unbounded rows."""
         session.shared(self._group.bytes_shared)
         session.saved_keys(self._group.key_bytes_saved)
         self._group.key_bytes_saved = 0
@@ -595,7 +599,7 @@ class ServedModel:
             }
             num_updates = 0
             for slot in read_rows(self._group, module.spec):
-                # A slot without rows knows of none before a checkpoint.
+                # A slot without rows reports none before a checkpoint.
                 num_updates = max(num_updates, slot.step)
                 for key, span in columns.items():
                     held[key][torch.from_numpy(slot.keys)] = torch.from_numpy(

@@ -1,8 +1,7 @@
 """Session of a worker with the parameter servers: exchanges by number, and notes for its replacement.
 
-The counterpart of the elastic group, through servers: no worker is connected
-to another, and none holds what its replacement would need. See
-docs/adr/0009-parameter-server.md.
+The counterpart of the elastic group, through servers: workers are not connected to each other, and
+none holds what its replacement would need. See docs/adr/0009-parameter-server.md.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from shoal.runtime.transport.messages.client_server import AskNote, Commit, Decl
 Vector: TypeAlias = NDArray[np.float64]
 
 
-NOTE_EVERY = 16  # steps from one note to the next, where a replacement can run through those between
+NOTE_EVERY = 16  # steps between two notes, where a replacement can run through those between
 
 
 class PsSession(ReplayLog):
-    """The servers of this process's job, and what was exchanged through them."""
+    """Servers of this process's job, and the exchanges through them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class PsSession(ReplayLog):
         if placement.of_job(job).devices[job.rank].startswith("cuda"):
             self.group.lock_memory = page_lock.lock
         self.updates = 0  # steps committed so far, of all models of the script: the clock of this worker
-        self._updates_at_anchor = 0  # a replacement counts those since then once more
+        self._updates_at_anchor = 0  # a replacement counts the updates since then again
         self._is_there = False
         self._has_noted, self._steps_since_note = False, 0
         self._results = KeptResults(job.run_dir / "calls", writes=job.rank == 0)  # type: ignore[assignment]
@@ -75,7 +74,7 @@ class PsSession(ReplayLog):
 
     @property
     def is_between_calls(self) -> bool:
-        """In a replacement: whether the others are in no call, and the script may look at its model."""
+        """In a replacement: whether the others are in no call, and the script may read its model."""
         return self._recovery_state is not None and self._recovery_state.call_is_over
 
     # ---- exchanges ------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ class PsSession(ReplayLog):
         return contributions
 
     def commit(self, step: PushStep | None) -> Vector:
-        """See an exact step to its end, as the next exchange; what its vectors sum up to, and how it was decided."""
+        """Complete an exact step, as the next exchange; returns the sum of its vectors, and the decision."""
         known, vector = self._log.recall()
         if not known:
             assert step is not None
@@ -113,28 +112,29 @@ class PsSession(ReplayLog):
         return vector  # type: ignore[no-any-return]
 
     def have_two_phases(self) -> None:
-        """Switch to two phases where there are several servers by now: all must have a step before any updates."""
+        """Switch to two phases once there are several servers: all must have a step before any updates."""
         if self.mode.kind == "exact" and not self.mode.two_phase and len(self.group.servers) > 1:
             self.mode = msgspec.structs.replace(self.mode, two_phase=True)
             self.group.declare(self.mode)
 
     def commit_again(self, decision: Decision) -> None:
-        """Tell every server how the newest step was decided: one that has not heard it still waits."""
+        """Tell every server the decision on the newest step: one that missed it still waits."""
         what = (self.updates, decision.factor, decision.apply, decision.norm)
-        # A server where it cannot be summed again any more takes the job back to a checkpoint.
+        # A server on which it cannot be summed again takes the job back to a checkpoint.
         self.group.run(AskAll(lambda view: Commit(view, *what), may_refuse=True))
 
     def pass_by(self, vector: Vector) -> None:
-        """A step was over before this worker began it: it counts as one that it took part in."""
+        """Count a step that was over before this worker began it."""
         self._log.finish(vector)
         self.updates += 1
 
     # ---- notes ----------------------------------------------------------------------------------
 
     def note_of_step(self, *, is_needed: bool) -> bytes:
-        """A note to go with a step, if it is time for one; else nothing, and the last one stays.
+        """Note to send with a step, if one is due; else None, and the last one stays.
 
-        A replacement that begins some steps earlier is given their results. `is_needed`: it could not do without.
+        A replacement that starts some steps earlier is given their results. `is_needed`: it could
+        not do without.
         """
         self._steps_since_note += 1
         if not is_needed and self._has_noted and self._steps_since_note < NOTE_EVERY:
@@ -142,7 +142,7 @@ class PsSession(ReplayLog):
         return self.note()
 
     def note(self, *, updates: int | None = None) -> bytes:
-        """What a replacement needs; `updates`: as many as there are once it counts, where it goes with one."""
+        """State that a replacement needs; `updates`: their number once it counts, if it goes with one."""
         self._has_noted, self._steps_since_note = True, 0
         return state_transfer.to_bytes(
             {

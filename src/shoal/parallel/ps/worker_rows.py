@@ -1,8 +1,8 @@
-"""A table's rows on the worker's device: looked up and updated there, and which of them the servers do not have yet.
+"""A table's rows on the worker's device: looked up and updated there, with a record of those the servers lack.
 
-For the only worker of an exact job. A table that fits is the module's own
-weight; of a larger one, or one without end, the rows used last are here, the
-others are pulled with their optimizer state when an id asks for them.
+For the only worker of an exact job. A table that fits is the module's own weight; of a larger or
+unbounded one, the most recently used rows are here, the others are pulled with their optimizer
+state on demand.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from shoal.ps.client.server_group import Group
 from shoal.ps.client.step import RowsPull
 
 BLOCK_ROWS = 65536
-"""Of rows that are read from the servers at a time."""
+"""Rows read from the servers at a time."""
 
 
 class WorkerRows(RowModule):
-    """One table, at the worker that alone updates it.
+    """One table, at its only writer.
 
-    `write_back` has all rows that changed on their way to the servers, in
-    order before whatever is asked of these next; `settle` waits until they
-    are there.
+    `write_back` sends all changed rows to the servers, ordered before any later request to these;
+    `settle` waits until they have arrived.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class WorkerRows(RowModule):
         write_back: Callable[[], None],
         settle: Callable[[], int],
     ) -> None:
-        """`held`: the state that the optimizer has made for the weight, if any. `settle` gives the servers' clock."""
+        """`held`: optimizer state already created for the weight, if any. `settle` returns the servers' clock."""
         super().__init__(taken, number, group, seed=seed)
         if self.spec.policy is not None or self.spec.rule not in ON_DEVICE:
             why = "a RowPolicy" if self.spec.policy is not None else f"the rule '{self.spec.rule}'"
@@ -71,11 +70,12 @@ class WorkerRows(RowModule):
         self.rows = DeviceRows(values, self.spec.rule, self.spec.settings)
         names = RULES[self.spec.rule].state
         if self.is_resident and len(names) == 1 and names[0] in held:
-            self.rows.state = held[names[0]]  # what the optimizer has made for it is not made twice
+            self.rows.state = held[names[0]]  # reuse the optimizer's existing state
         self._forget_places()
         self._now = 0
         self.is_training = False
-        # Keys or places, gradients, and whether each row is there once. Rows may move until the step ends: keys do not.
+        # Keys or places, gradients, and whether each row occurs once. Rows may move until the step ends:
+        # keys do not.
         self._pending: list[tuple[NDArray[np.int64] | Tensor, Tensor, bool]] = []
 
     # ---- lookups --------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class WorkerRows(RowModule):
         module.weight.grad = None
 
         def forward(input: Tensor) -> Tensor:
-            """Ids are places: nothing has to be known of them on the host."""
+            """Ids are places: the host needs no knowledge of them."""
             out = F.embedding(input, values)
             if torch.is_grad_enabled():
                 out.requires_grad_()
@@ -107,7 +107,7 @@ class WorkerRows(RowModule):
             )
         if self.is_training or self._index is None:
             return self.rows.values[self._on_device(self._places(keys))]
-        # What is only looked at drops nothing that is trained.
+        # Reads outside of training evict no trained rows.
         places = np.empty(len(keys), np.int32)
         self._index.find(keys, places)
         found, is_new = self.rows.values[self._on_device(np.maximum(places, 0))], places < 0
@@ -157,7 +157,7 @@ class WorkerRows(RowModule):
         self._pending, self.is_training = [], False
 
     def take_sum(self) -> tuple[Tensor, Tensor] | None:
-        """Places, each once, and the sums of their gradients; None where backward never came here."""
+        """Places, each once, and the sums of their gradients; None if backward did not reach this table."""
         self.merge_gradients()
         pending, self._pending = self._pending, []
         if not pending:
@@ -201,7 +201,7 @@ class WorkerRows(RowModule):
         self.rows.num_changes = 0
 
     def read_from_servers(self) -> None:
-        """Have what the servers hold: all of a table that fits; of another, nothing yet."""
+        """Load the servers' rows: all of a table that fits; of another, none yet."""
         if not self.is_resident:
             self._forget_places()
             return
@@ -218,7 +218,7 @@ class WorkerRows(RowModule):
         pull.release()
 
     def _places(self, keys: NDArray[np.int64]) -> NDArray[Any]:
-        """Places of these keys; rows that are not here are read."""
+        """Places of these keys; missing rows are read."""
         if self._index is None:
             return keys
         places = np.empty(len(keys), np.int32)
@@ -235,7 +235,7 @@ class WorkerRows(RowModule):
         return places
 
     def _make_room(self, num_new: int, num_keys: int) -> None:
-        """Drop rows that were not used for longest, a quarter of all at least: finding each alone would cost more."""
+        """Evict the least recently used rows, at least a quarter of all: finding each alone would cost more."""
         assert self._index is not None
         num_here = self._index.num_rows
         used = self._used[:num_here]
@@ -245,7 +245,7 @@ class WorkerRows(RowModule):
                 f"one step uses more than {self._capacity:,} rows of '{self.taken.name}' ({num_keys:,} of them in one lookup), and --row-cache "
                 f"keeps {self._capacity:,}. Nothing of this step was updated; give more, or a smaller batch."
             )
-        self._write_back()  # what is dropped is on its way
+        self._write_back()  # evicted rows are on their way
         num_left = min(most, num_here)
         is_dropped = np.zeros(num_here, np.bool_)
         is_dropped[np.argsort(used, kind="stable")[: num_here - num_left]] = True

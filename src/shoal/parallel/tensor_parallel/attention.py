@@ -1,14 +1,12 @@
 """Attention under tensor parallelism: each rank computes some of the heads.
 
-nn.MultiheadAttention is cut by heads as a whole: inside, tensors are plain and
-each rank's own; queries, keys, values and masks enter whole, and the output is
-summed over the ranks.
+nn.MultiheadAttention is partitioned by heads as a whole: inside, tensors are plain and local;
+queries, keys, values and masks enter whole, and the output is summed over the ranks.
 
-F.scaled_dot_product_attention on DTensors runs on local heads and samples,
-which do not look at each other. It is hooked in two places, because neither
-sees all calls: a function in place of torch's own, and sharding rules for its
-CPU kernel, for callers that hold torch's own. Neither is a torch mode: modes
-are off when a checkpointed layer runs again in backward.
+F.scaled_dot_product_attention on DTensors runs on local heads and samples, which are independent of
+each other. It is hooked in two places, because neither sees all calls: a function in place of
+torch's own, and sharding rules for its CPU kernel, for callers that hold torch's own. Neither is a
+torch mode: modes are off when a checkpointed layer runs again in backward.
 """
 
 from __future__ import annotations
@@ -107,7 +105,7 @@ class AttentionByHeads(nn.MultiheadAttention):
         keep = self._dropout_mask(q, k)
         weights = None
         if need_weights or keep is not None:
-            # A position that may look at nothing: torch gives no number where weights are asked for, else nothing.
+            # A position with everything masked: torch gives NaN if weights are requested, else zeros.
             softmax = torch.softmax if need_weights else torch.ops.aten._safe_softmax
             weights = self._weights(q, k, mask, softmax)
             weights = weights if keep is None else weights * keep
@@ -360,14 +358,14 @@ _is_disabled = False
 def disable_encoder_fast_path(model: nn.Module) -> None:
     """Evaluate `model` by the ordinary forward, with the fast path's zeros for padding.
 
-    An nn.TransformerEncoder that is given a padding mask drops the padding on the way (nested tensors) and gives zeros for
-    it, but only in evaluation, without gradients and with whole weights. Losses and pooling that see those positions would
-    otherwise differ from one process.
+    An nn.TransformerEncoder with a padding mask drops the padding internally (nested tensors) and
+    returns zeros for it, but only in evaluation, without gradients and with whole weights. Losses
+    and pooling that see those positions would otherwise differ from one process.
     """
     global _is_disabled
     if not torch.backends.mha.get_fastpath_enabled() and not _is_disabled:
-        return  # the user does not take it either
-    # It reads the weights of a layer past the layer.
+        return  # the user disabled it
+    # It reads the weights of a layer without its forward.
     torch.backends.mha.set_fastpath_enabled(False)
     _is_disabled = True
     for encoder in model.modules():
@@ -382,7 +380,7 @@ def _zero_padding(encoder: nn.TransformerEncoder) -> Callable[..., Tensor]:
             return output
         if layer.training or torch.is_grad_enabled() or torch.is_autocast_enabled():
             return output
-        padding = padding != 0  # a mask that is added, by now
+        padding = padding != 0  # an additive mask by now
         is_left_aligned = not (padding[:, :-1] & ~padding[:, 1:]).any()
         if encoder.mask_check and not is_left_aligned:
             return output

@@ -1,9 +1,9 @@
 """Blocks of known models under tensor parallelism: attentions and MLPs by the names of their layers.
 
-Names come from the model's own plan (`tp_plan` of transformers) or from a
-table of common blocks. Names promise nothing, so one block of each kind is cut
-on trial, as a copy, and compared with the uncut one: outputs and gradients, on
-the first of the data. One that differs is left to the plan by tracing.
+Names come from the model's own plan (`tp_plan` of transformers) or from a table of common blocks.
+Names prove nothing, so one block of each kind is partitioned on trial, as a copy, and compared with
+the original: outputs and gradients, on the first data. A block that differs is left to the plan by
+tracing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockTrial:
-    """The blocks that computed the same in parts, and why the others did not."""
+    """Blocks whose partitioned trial computed the same, and why others did not."""
 
     blocks: tuple[Block, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class BlockTrial:
 
 
 def candidates(model: nn.Module, degree: int) -> Iterator[tuple[Block, str | None]]:
-    """Blocks by their names, and why one cannot be cut."""
+    """Blocks by their names, and reasons against one."""
     modules, tied = dict(model.named_modules()), tied_parameters(model)
     seen: set[str] = set()
     for block in (*_by_own_plan(model, modules), *_by_common_names(modules)):
@@ -210,8 +210,8 @@ def _first_calls(model: nn.Module, inputs: Tree, roots: set[str]) -> dict[str, t
     ]
     few = map_tensors(lambda tensor: tensor[:_NUM_SAMPLES] if tensor.dim() else tensor, inputs)
     try:
-        # With gradients: which arguments need one decides what a trial compares.
-        # A model that cannot take these few, alike on every rank, is left to the plan by tracing.
+        # With gradients: which arguments need one decides what a trial compares. A model that rejects these
+        # few samples, alike on every rank, is left to the plan by tracing.
         with (
             contextlib.suppress(Exception),
             torch.enable_grad(),
@@ -230,13 +230,13 @@ def _first_calls(model: nn.Module, inputs: Tree, roots: set[str]) -> dict[str, t
 
 
 def _why_different(module: nn.Module, block: Block, call: tuple[Any, Any], cut: Cut) -> str | None:
-    # Half precision rounds more than what is looked for.
+    # Half precision rounds more than the differences sought.
     whole, part = (copy.deepcopy(module)._apply(_fine) for _ in range(2))  # type: ignore[no-untyped-call]
     try:
         call = map_tensors(_fine, call[0]), map_tensors(_fine, call[1])
         cut(part, block.styles)
         gap = _gap(_step(whole, call), _step(part, call))
-    except Exception as error:  # whatever a forward does that takes parts for the whole
+    except Exception as error:  # a forward that takes parts for the whole may raise anything
         return f"a trial step on a part failed ({first_line(error)})"
     if gap is None:
         return None
@@ -254,7 +254,7 @@ def _fine(tensor: Tensor) -> Tensor:
 
 
 def _step(module: nn.Module, call: tuple[Any, Any]) -> list[Tensor]:
-    """Outputs and gradients of one forward and backward, in an order that does not depend on the cut."""
+    """Outputs and gradients of one forward and backward, in an order independent of the partition."""
     given: list[Tensor] = []
 
     def leaf(tensor: Tensor) -> Tensor:

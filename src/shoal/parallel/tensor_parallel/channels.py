@@ -1,11 +1,10 @@
-"""Plan of convolutions under tensor parallelism: which are cut by their channels.
+"""Plan of convolutions under tensor parallelism: which are partitioned by channels.
 
-Values that operations on single channels connect (BatchNorm, ReLU, pooling, a
-depthwise convolution, an addition) have their channels cut alike: a group. A
-group can be cut where dense convolutions make all of it and dense ones, or
-linear layers behind a flatten, take all of it: the first are cut by output
-channels, the others by input channels. Anything else that touches a group
-keeps it whole.
+Values connected by operations on single channels (BatchNorm, ReLU, pooling, a depthwise
+convolution, an addition) have their channels partitioned alike: a group. A group can be partitioned
+if dense convolutions produce all of it and dense ones, or linear layers behind a flatten, consume
+all of it: the producers are partitioned by output channels, the consumers by input channels. Any
+other use keeps a group whole.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class _ChannelTracer(fx.Tracer):
         super().__init__()
         self._is_deep = is_deep
         self.closed: list[str] = []
-        """Modules with hooks, which would see what passes between their layers and others."""
+        """Modules with hooks, which would see values between their layers and others."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if has_hooks(m):
@@ -126,7 +125,7 @@ def _search(module: nn.Module, name: str, degree: int, found: list[ChannelGroup]
         try:
             tracer = _ChannelTracer(is_deep)
             graph = tracer.trace(module)
-        except Exception:  # whatever a user's forward does to a tracer
+        except Exception:  # a user's forward may do anything to a tracer
             continue
         found += _Groups(graph, dict(module.named_modules()), f"{name}." if name else "", degree).found()
         if is_deep:

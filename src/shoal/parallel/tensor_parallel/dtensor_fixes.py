@@ -153,7 +153,7 @@ def _is_whole(given: Any) -> bool:
 
 def _without_a_rule(rules: Any, derived: Callable[[Any], Any], schema: Any) -> Any:
     if torch.Tag.pointwise in schema.op.tags:
-        return derived(schema)  # elementwise: a shard knows no less than the whole
+        return derived(schema)  # elementwise: a shard has all it needs
     if schema.op._can_decompose():
         # Where nothing is recorded for gradients. torch then runs what it is composed of, operation by operation.
         raise NotImplementedError(f"Operator {schema.op} does not have a sharding strategy registered")
@@ -276,9 +276,8 @@ class InplaceWriteMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if (
-            torch.compiler.is_compiling()
-        ):  # what it would keep or refuse, the trial of the compiled model finds
+        # The trial of the compiled model detects what this would keep or refuse.
+        if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         if func is Tensor.__setitem__:
             return _set(*args)
@@ -289,16 +288,14 @@ class InplaceWriteMode(TorchFunctionMode):
                 # Its gradient is written into zeros with the placements of what comes back: whole on both sides.
                 return replicated(func(replicated(args[0]), *args[1:], **(kwargs or {})))
             if name == "dropout" and any(each.is_partial() for each in args[0].placements):
-                args = (
-                    replicated(args[0]),
-                    *args[1:],
-                )  # each rank would drop other elements of its partial sum
+                # Each rank would drop other elements of its partial sum.
+                args = (replicated(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
 def _set(tensor: Tensor, index: Any, value: Any) -> None:
     if not isinstance(tensor, DTensor):
-        # The same on every rank, so it is given the same everywhere, and gives back the same.
+        # Equal on every rank, so it gets and returns the same everywhere.
         Tensor.__setitem__(tensor, index, plain(value))
         if isinstance(value, DTensor) and tensor.requires_grad:
             tensor.register_hook(plain)  # type: ignore[no-untyped-call]  # torch says nothing of its type

@@ -42,7 +42,7 @@ def num_features(module: nn.Module) -> tuple[int, int]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of the script's own. shoal's look at nothing that is cut, and one rank alone may have them."""
+    """Whether a module has hooks of the script. shoal's own read nothing that is sharded, and may be on one rank alone."""
     registered = (
         module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     )  # fmt: skip

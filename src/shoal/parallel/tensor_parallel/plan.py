@@ -1,10 +1,9 @@
-"""Tensor-parallel plan: which layers are cut over the ranks of `tp`, and why not the others.
+"""Tensor-parallel plan: which layers are partitioned over the ranks of `tp`, and why not the others.
 
-Linear layers are paired: those that open a block are cut by columns, the one
-that closes it by rows, and everything between them works on a part of the
-features: the two halves of an MLP, the projections of an attention. Pairs are
-found by tracing each module's own forward, one level deep. The plan only
-decides; `cut.py` applies it.
+Linear layers are paired: those that open a block are partitioned by columns, the one that closes it
+by rows, and everything between them works on a part of the features: the two halves of an MLP, the
+projections of an attention. Pairs are found by tracing each module's own forward, one level deep.
+The plan only decides; `cut.py` applies it.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ from shoal.parallel.tensor_parallel.views import (
     view_sizes,
 )
 
-NORMS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-)  # treat each position of a sequence alone, where they normalise over the last dim
+# Treat each position of a sequence alone, if they normalise over the last dim.
+NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +244,7 @@ class Pairing:
             in_blocks = dims is not None and len(dims) in (2, 3) and num_blocks == dims[0] > 1
             sizes = view_sizes(node) if dims is None else dims[1:] if in_blocks else dims
             several = [size for size in sizes if size is not None and size > 1]
-            # What is cut is the first dim of the features that has more than one: their heads, most often.
+            # Sharded is the first dim of the features with more than one: most often their heads.
             odd = [size for size in (several if dims is None else several[:1]) if size % self._degree]
             if odd:
                 return f"its output is viewed in {odd[0]} parts or heads, which cannot be divided by {self._degree}"
@@ -336,7 +333,7 @@ def pair(plan: TensorPlan, name: str, module: nn.Module, tied: set[int]) -> None
     prefix = f"{name}." if name else ""
     try:
         graph = _traced(module)
-    except Exception as error:  # whatever a user's forward does to a tracer
+    except Exception as error:  # a user's forward may do anything to a tracer
         for child_name, child in module.named_children():
             if isinstance(child, nn.Linear):
                 plan.add(
@@ -388,7 +385,7 @@ def pair(plan: TensorPlan, name: str, module: nn.Module, tied: set[int]) -> None
                 plan.packed |= {
                     f"{each}.{key}": num_blocks for key, _ in linears[opener].named_parameters(recurse=False)
                 }
-        # With a switch set otherwise than when it was traced, a forward may give back more.
+        # With a switch set otherwise than during the trace, a forward may return more.
         if between.given or pairing.returns_weights or _defaults(module):
             known = plan.inputs_inside.get(name, ())
             plan.inputs_inside[name] = (*known, *(str(node.target) for node in between.given))
@@ -423,7 +420,7 @@ def _defaults(module: nn.Module) -> dict[str, object]:
 def _between(
     closing: fx.Node, linears: Mapping[fx.Node, nn.Module], children: Mapping[str, nn.Module]
 ) -> PairPath:
-    """The path from the linear layers that feed this one; empty where anything else than module inputs feeds it too."""
+    """Path from the linear layers that feed this one; empty if anything other than module inputs feeds it too."""
     openers: list[fx.Node] = []
     path: list[fx.Node] = []
     given: list[fx.Node] = []

@@ -19,7 +19,7 @@ def mark_shapes(graph: fx.Graph, widths: Mapping[fx.Node, int]) -> None:
 
     Their values are noted too, where they follow from `widths`, the number of features of some nodes.
     """
-    # What a node is computed from comes before it: one pass, however many ways lead back.
+    # A node's inputs come before it: one pass suffices, whatever the number of paths.
     for node in graph.nodes:
         inputs = node.all_input_nodes
         node.meta[_SHAPE] = (
@@ -140,9 +140,10 @@ def name_of(node: fx.Node) -> str:
 
 
 def feature_dims(node: fx.Node, widths: Iterable[int]) -> list[int] | None:
-    """The dims into which a view puts features of one of these widths; None where the graph does not say.
+    """Dims into which a view puts features of one of these widths; None if the graph does not determine them.
 
-    The last ones, whose product is the width. A size that is not known (-1, or worked out from a shape) may be one of them.
+    The last ones, whose product is the width. An unknown size (-1, or computed from a shape) may be
+    one of them.
     """
     sizes = view_sizes(node)
     for width in widths:
@@ -152,7 +153,8 @@ def feature_dims(node: fx.Node, widths: Iterable[int]) -> list[int] | None:
                 return [each for each in dims if each is not None]
         if None not in sizes:
             continue
-        # The last that is not known is what the sizes around it leave: those of batch and sequence, not known either, lie before.
+        # The last unknown size is what the sizes around it leave: those of batch and sequence, also
+        # unknown, come before.
         open_dim = len(sizes) - 1 - sizes[::-1].index(None)
         begin = max((at + 1 for at, each in enumerate(sizes[:open_dim]) if each is None), default=0)
         before = [each for each in sizes[begin:open_dim] if each is not None]

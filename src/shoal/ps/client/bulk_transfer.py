@@ -25,7 +25,7 @@ _ASKED_AT_ONCE = 16  # slots
 
 @dataclass(slots=True)
 class RowStamps:
-    """Stamps up to which tables were read, by table and slot: the server's name for them, and how far it had come."""
+    """Stamps up to which tables were read, by table and slot: the server's tracker name, and its count."""
 
     since: dict[str, list[tuple[str, int]]]
     """Those that the checkpoint before was read up to; a table that is not here is read whole."""
@@ -109,9 +109,11 @@ def together(
 def read_changes(
     group: Group, table: msg.TableSpec, name: str, changes: RowStamps | None
 ) -> tuple[tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int, int], bool]:
-    """A table as `read_table` gives it, and whether it is whole: else only rows that changed since `changes.since[name]`.
+    """A table as `read_table` gives it, and whether it is complete: else only rows that changed since
+    `changes.since[name]`.
 
-    Whole, too, where a slot has another server's stamps by now: what that one never had it cannot say is gone.
+    Complete, too, if a slot has another server's stamps by now: that server cannot tell which rows
+    were deleted.
     """
     if changes is None:
         return read_table(group, table), True

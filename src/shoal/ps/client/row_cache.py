@@ -1,9 +1,8 @@
 """Row cache of a worker: rows that it has pulled, for as many steps as the staleness allows.
 
-Only relaxed strategies have one. A row is kept with the clock at which it was
-pulled and that of the slowest worker by then, so its reader knows how stale it
-is; one that is too old is a miss. A worker's own updates are in it only once
-it is pulled again: they are as stale there as anybody's.
+Only relaxed strategies have one. A row is kept with the clock at which it was pulled and that of
+the slowest worker by then, so its reader knows its staleness; a row that is too old is a miss. A
+worker's own updates appear in it only after the next pull: they are as stale there as any other's.
 """
 
 from __future__ import annotations

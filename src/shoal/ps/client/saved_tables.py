@@ -1,11 +1,9 @@
-"""Saved tables of `shoal.ps.connect()`: rows in safetensors files, of which the later ones hold what changed since.
+"""Saved tables of `shoal.ps.connect()`: rows in safetensors files, the later ones incremental.
 
-manifest.json names the files that count, with their hashes, and is replaced
-last: whenever a process is killed, it names what was there before, whole, or
-all of the new. Servers stamp rows that change, so a second save to the same
-directory reads and writes only those. Where another server answers by then,
-its slots are read whole; when the files have twice the bytes of the rows, all
-is written anew.
+manifest.json names the valid files, with their hashes, and is replaced last: a kill leaves the
+previous save or the new one, complete. Servers stamp rows that change, so a second save to the same
+directory reads and writes only those. If another server answers by then, its slots are read
+completely; when the files have twice the bytes of the rows, everything is rewritten.
 """
 
 from __future__ import annotations
@@ -92,7 +90,8 @@ def save_tables(group: Group, tables: Sequence[msg.TableSpec], path: Path) -> Sa
             writer = _Writer(path, generation)
             saved = _save_all(group, tables, known if is_more else {}, writer)
             if is_more and not _same_stamps(saved, known):
-                # Stamped by other servers: what was saved there may be of another run, with rows that are not here.
+                # Stamped by other servers: the saved rows may be of another run, with rows that do not
+                # exist here.
                 is_more, writer = False, _Writer(path, generation)
                 saved = _save_all(group, tables, {}, writer)
         finally:

@@ -1,9 +1,8 @@
 """The servers of a job as one client sees them: owners of slots, connections, and retries in a new view.
 
-Knows views and connections, not what is asked: that is an `Operation`, sent
-once per view and finished in whichever view it succeeds. Every message of the
-parameter server may be repeated, so going on after a server's death is
-nothing but sending again what was not acknowledged.
+Handles views and connections, independent of the requests: an `Operation` is sent once per view and
+finished in whichever view it succeeds. Every message of the parameter server may be repeated, so
+recovery from a server's death is a retry of everything that was not acknowledged.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ ANSWER_S = 2.0  # time-out of AskMissing: a server answers it without waiting
 
 
 class ViewChanged(Exception):
-    """Not an error: the operation has to be sent again, in a newer view or once the server has heard of ours."""
+    """Internal: the operation has to be sent again, in a newer view or once the server knows this one."""
 
     def __init__(self, view: int) -> None:
         self.view = view
@@ -47,7 +46,7 @@ class ViewChanged(Exception):
 
 
 class Operation(Protocol):
-    """Something asked of the servers, that can be asked again."""
+    """A request to the servers that can be repeated."""
 
     sent_in: int  # the view in which it was sent; 0: not yet, or not wholly
 
@@ -84,9 +83,8 @@ class Group:
         self._ask_view, self.timeout_s = ask_view, timeout_s
         self._links: dict[int, tuple[int, Link]] = {}  # server -> its incarnation, and the connection
         self._declared: list[Message] = []
-        self._dense: dict[
-            int, tuple[int, dict[int, memoryview]]
-        ] = {}  # server -> view, and chunks where they lie
+        # Server -> view, and chunks where they lie.
+        self._dense: dict[int, tuple[int, dict[int, memoryview]]] = {}
         self.view = 0
         self.servers: tuple[int, ...] = ()  # those that are primary of something, in order
         self.owner_of_slot: NDArray[np.int16] = np.zeros(0, np.int16)
@@ -106,18 +104,18 @@ class Group:
     # ---- operations -----------------------------------------------------------------------------
 
     def start(self, operation: Operation) -> None:
-        """Ask, and do not wait. Where that fails, `finish` asks again."""
+        """Send without waiting. If that fails, `finish` retries."""
         if not self.view:
             self.renew()
         with contextlib.suppress(LinkLost, ViewChanged):
             operation.sent_in = 0
             operation.send(self)
-            self.flush(is_remote=True)  # on its way while this process computes
+            self.flush(is_remote=True)  # sent while this process computes
             operation.sent_in = self.view
 
     def finish(self, operation: Operation) -> None:
-        """See an operation to its end, through however many views."""
-        deadline = math.inf  # waiting for an answer has its own; this one is for asking again
+        """Complete an operation, through however many views."""
+        deadline = math.inf  # waiting for an answer has its own limit; this one is for retries
         while True:
             try:
                 if operation.sent_in != self.view or not self.view:
@@ -133,7 +131,7 @@ class Group:
             except LinkLost as error:
                 is_behind, lost = False, error.peer
             operation.sent_in = 0
-            self._key_lists.clear()  # what was not heard is not known there
+            self._key_lists.clear()  # lists that were not received are unknown there
             deadline = min(deadline, time.monotonic() + self.timeout_s)
             if time.monotonic() > deadline:
                 raise WaitTimedOut(
@@ -147,7 +145,8 @@ class Group:
             elif lost is None:
                 self.renew()
             else:
-                # A connection may break though its server lives: then there will be no new view, and it is made again.
+                # A connection may break though its server lives: then there will be no new view, and the
+                # client reconnects.
                 with contextlib.suppress(WaitTimedOut):
                     self.renew(LOST_S)
 
@@ -156,11 +155,11 @@ class Group:
         self.finish(operation)
 
     def tell(self, say: Callable[[int], Message]) -> None:
-        """Say something, made for the view it is said in, to every server."""
+        """Send a message, made for the current view, to every server."""
         self.run(AskAll(say))
 
     def declare(self, message: Message) -> bool:
-        """Tell every server of something, those to come too; whether it was new to any of them."""
+        """Declare something to every server, present and future; whether it was new to any of them."""
         asking = AskAll(lambda _: message)
         self.run(asking)
         self._declared.append(message)
@@ -318,7 +317,7 @@ class Group:
             ) from None
 
     def _missing(self, link: Link) -> list[int]:
-        """The ranks that a server waits for, for our sake; none where it does not answer either."""
+        """Ranks that a server waits for on our behalf; none if it does not answer either."""
         try:
             answer, _ = link.wait(link.send(msg.AskMissing()), min(self.timeout_s, ANSWER_S))
         except WaitTimedOut:
@@ -348,7 +347,7 @@ def check_answer(link: Link, answer: Message) -> None:
         case msg.ViewOver(view):
             raise ViewChanged(view)
         case msg.PsRefused(reason):
-            # What it refuses of a step follows from what it refused of its pushes.
+            # Its refusal of a step follows from its refusal of pushes.
             unasked = (each.message for each in link.unasked)
             first = next((each for each in unasked if isinstance(each, msg.PsRefused)), None)
             raise ServerRefused(first.reason if first is not None else reason)
@@ -379,7 +378,7 @@ class AskAll:
     def __init__(
         self, ask: Callable[[int], Message], frames: Sequence[Bytes] = (), *, may_refuse: bool = False
     ) -> None:
-        """With `may_refuse` a refusal is an answer like another, and left out."""
+        """With `may_refuse` a refusal is an ordinary answer, and left out."""
         self._ask, self._frames, self._may_refuse = ask, frames, may_refuse
         self.sent_in = 0
         self._tickets: dict[int, int] = {}

@@ -1,9 +1,9 @@
 """One step of one worker at the servers: pulls of rows and chunks, pushes, StepEnd, and (in two phases) Commit.
 
-With one server a pulled row is read from the memory that the server gathered
-it into. With several, what each holds is put together in the order of the
-keys. A push keeps everything until it is acknowledged, and can send all of it
-again in another view, cut anew over the servers that hold the slots by then.
+With one server a pulled row is read from the memory that the server gathered it into. With several,
+their parts are merged in the order of the keys. A push keeps everything until it is acknowledged,
+and can send all of it again in another view, divided anew over the servers that hold the slots by
+then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from shoal.runtime.transport.messages import client_server as msg
 from shoal.runtime.transport.shared_client import Link
 
 LARGE_NOTE_BYTES = 1 << 20
-"""What is larger goes through shared memory: a request in the socket has a limit, and a recovery point's note all dense state."""
+"""Larger notes go through shared memory: a request in the socket has a limit, and a recovery point's
+note has all dense state.
+"""
 
 
 def by_server(
@@ -96,9 +98,9 @@ class _Pull:
             self.updates = max(self.updates, answer.updates)
 
     def release(self) -> None:
-        """Free what was answered into; and what was set aside of links whose servers have answered since.
+        """Free the answered buffers; and those set aside of links whose servers have answered since.
 
-        Of others it is never used again: they may not know yet that nobody waits for it.
+        Others are never reused: their servers may not know yet that nothing waits for them.
         """
         answered = {id(link) for link, _ in self._held}
         for link, buffer in (*self._held, *(each for each in self._aside if id(each[0]) in answered)):
@@ -106,12 +108,12 @@ class _Pull:
         self._held, self._aside = [], []
 
     def take_along(self, earlier: _Pull) -> None:
-        """Have `release` free what an earlier pull was answered into, that nobody waited for: its servers answered it before this one."""
+        """Let `release` also free buffers of an earlier abandoned pull: its servers answered it before this one."""
         self._aside += [*earlier._held, *earlier._aside]
         earlier._held, earlier._aside = [], []
 
     def _begin(self) -> None:
-        # A server that has not heard of the new view may still write there.
+        # A server that does not know the new view may still write there.
         self._aside += self._held
         self._held, self._asked = [], []
 
@@ -200,12 +202,11 @@ class RowsPull(_Pull):
 
 
 class DensePull(_Pull):
-    """Chunks of dense parameters, each (number, slot, bytes): copied by the servers, or read where they have them.
+    """Chunks of dense parameters, each (number, slot, bytes): copied by the servers, or read in place.
 
-    Read `in_place` in exact steps, where the primary is on this host: it cannot
-    update before this worker has ended its next step, so what is read is of
-    one version, and no server copies for one worker after the other. A replica
-    copies: in a new view it may be given the slot once more.
+    Read `in_place` in exact steps, if the primary is on this host: it cannot update before this
+    worker has ended its next step, so the read is consistent, and no server copies for one worker
+    after the other. A replica copies: in a new view it may receive the slot once more.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class DensePull(_Pull):
             server = group.reader(slot)
             chunks = chunks_of.setdefault(server, [])
             if self._in_place and server == group.owner(slot) and not group.link(server).is_remote:
-                # Nothing is asked for but to say when it has come so far.
+                # Only awaits the version; requests no data.
                 self._looked.append((server, number, nbytes))
             else:
                 chunks.append((number, nbytes))
@@ -363,7 +364,7 @@ class PushStep:
             self._now(lambda: self._send_dense(dense))
 
     def flush(self) -> None:
-        """Send now what was pushed so far, which else leaves with the end."""
+        """Send the pushes so far now; otherwise they are sent with the end."""
         self._now(self.group.flush)
 
     def end(self, vector: NDArray[np.float64], note: bytes, *, rank: int, **others: Any) -> None:
@@ -398,14 +399,15 @@ class PushStep:
             answers = {server: group.wait(server, ticket)[0] for server, ticket in self._tickets.items()}
         summed = [server for server, answer in answers.items() if isinstance(answer, msg.Summed)]
         if summed:
-            # A server that answers Committed at once was through with the step in an earlier view.
+            # A server that answers Committed at once had finished the step in an earlier view.
             if self.decision is None:
                 assert self.decide is not None
                 norm = self._norm(list(answers)) if self.wants_norm else 0.0
                 self.decision = self.decide(self._vector_of(summed[0]), norm)
             decision = self.decision
             commit = msg.Commit(group.view, self.seq, decision.factor, decision.apply, decision.norm)
-            # A recovery point counts with its note first: a replacement that finds the note has it count everywhere.
+            # A recovery point is committed with its note first: a replacement that finds the note commits
+            # it everywhere.
             first = [server for server in summed if server == group.owner(0)] if self._is_whole else []
             for some in filter(None, (first, [server for server in summed if server not in first])):
                 tickets = {server: group.send(server, commit, [], self._into[server][:1]) for server in some}
@@ -433,9 +435,9 @@ class PushStep:
     # ---- sending --------------------------------------------------------------------------------
 
     def _now(self, act: Callable[[], None]) -> None:
-        """Do it now where the view is still good; where not, `send` does all of it later."""
+        """Do it now if the view is still valid; if not, `send` does all of it later."""
         if self._is_broken or (self.sent_in and self.sent_in != self.group.view):
-            self._is_broken, self.sent_in = True, 0  # what was pushed in the view before is forgotten there
+            self._is_broken, self.sent_in = True, 0  # pushes of the previous view are forgotten there
             return
         try:
             act()
@@ -511,7 +513,7 @@ class PushStep:
         return np.frombuffer(bytes(self._into[server][0].view), np.float64)
 
     def _norm(self, servers: list[int]) -> float:
-        # By slot, then in the order of the slots: the sum has the same bits under any placement.
+        # By slot, then in slot order: the sum has the same bits under any placement.
         squares = np.zeros(NUM_SLOTS)
         for server in servers:
             squares += np.frombuffer(bytes(self._into[server][1].view), np.float64)

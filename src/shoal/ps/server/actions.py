@@ -16,7 +16,7 @@ Frame: TypeAlias = bytes | memoryview  # raw bytes of a message, wherever they l
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer a request. Whatever belongs `into` the asker's buffers is there by now."""
+    """Answer a request. Data for the asker's `into` buffers is already written."""
 
     peer: int
     ticket: int

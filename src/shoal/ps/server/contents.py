@@ -1,8 +1,7 @@
 """Tables and chunks of a server, and the one place where an update changes them.
 
-An `Update` is the same on a primary and on its replicas: arrays that were
-summed already, and their factor. Nothing here knows of views, deduplication
-or senders.
+An `Update` is the same on a primary and on its replicas: summed arrays and their factor.
+Independent of views, deduplication and senders.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ _INT64 = np.iinfo(np.int64)
 class ServerTable(RowTable):
     """A table as a server has it.
 
-    One sum may be under way: `accumulate` once per rank, in rank order, then
-    `take_sum`. Contributions are kept by reference: their memory must stay as
-    it is until `take_sum`, and with a single rank until what
-    `take_sum` gave is done with.
+    One sum may be in progress: `accumulate` once per rank, in rank order, then `take_sum`.
+    Contributions are kept by reference: their memory must stay unchanged until `take_sum`, and with
+    a single rank until its result is no longer used.
     """
 
     def __init__(self, spec: TableSpec, budget: RowBudget | None = None) -> None:
@@ -82,13 +80,13 @@ class ServerTable(RowTable):
             add_squares(slot_of(self.spec.number, keys), rows, out)
 
     def take_sum(self) -> tuple[Array, Array]:
-        """Keys, strictly increasing, and rows of the sum under way, which ends; nothing where nobody contributed."""
+        """Keys, strictly increasing, and rows of the sum in progress, which ends; empty without a contribution."""
         taken = self._summed() if self._parts else None
         self._parts = []
         return taken or (np.empty(0, np.int64), np.empty((0, self.dim), self.dtype))
 
     def _summed(self) -> tuple[Array, Array]:
-        """All parts as one. Every row is read once, however many ranks there are."""
+        """Sum of all parts. Every row is read once, whatever the number of ranks."""
         if len(self._parts) > 1:
             keys_of, rows_of = zip(*self._parts, strict=True)
             self._parts = [row_kernels.sum_lists(keys_of, rows_of)]
@@ -108,7 +106,7 @@ Values = npt.NDArray[np.floating]
 
 
 class Refusal(Exception):
-    """Not an error of this process: what was asked of it cannot be. It is answered PsRefused, with what was expected."""
+    """Internal: an invalid request. Answered with PsRefused and what was expected."""
 
 
 @dataclass(slots=True)
@@ -122,7 +120,7 @@ class Update:
     dense: dict[int, tuple[Tensor, tuple[int, ...]]] = field(default_factory=dict)
     factor: float = 1.0  # factor of all gradients
     step: int = 0  # number of updates before it
-    # Of the optimizer's groups; empty: as they were declared. They are not remembered: an update says what it needs.
+    # Of the optimizer's groups; empty: as declared. Not remembered: every update carries its own.
     settings: list[Settings] = field(default_factory=list)
     # Of tables; of those that are not among them, as they were declared.
     table_settings: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -147,10 +145,10 @@ class Contents:
         self._model_of_chunk: dict[int, int] = {}
         self.held: Slots = no_slots()
         self.memory_problem: Callable[[int], str | None] = lambda nbytes: None
-        """Why so many bytes more cannot be taken, if so: the process knows."""
+        """Reason why this many more bytes cannot be taken, if so; set by the process."""
         self.row_budget: RowBudget | None = None  # of --table-memory
 
-    # ---- what there is --------------------------------------------------------------------------
+    # ---- declarations ---------------------------------------------------------------------------
 
     def declare_table(self, spec: TableSpec) -> bool:
         known = self.tables.get(spec.number)
@@ -347,7 +345,7 @@ class Contents:
         evicted = {}
         counter = counter_of_update(update.rows, update.model)
         for number, table in self.tables.items():
-            # Also where this update had no rows for it: what a sweep drops must not depend on how keys lie on servers.
+            # Also without rows for it in this update: a sweep must not depend on the placement of keys.
             if table.policy is not None and counter_of(number) == counter:
                 table.step = update.step + 1
                 gone = table.sweep(update.slots)

@@ -32,7 +32,7 @@ ALIGNMENT = 64
 
 
 class DenseMemory:
-    """All of one server: shared with clients of its host, or on a device, where nobody else can look."""
+    """Dense memory of one server: shared with clients of its host, or private on a device."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
@@ -74,7 +74,7 @@ class DenseMemory:
             fd = memfd.create(size, "shoal-dense")
             try:
                 mapping = memfd.map_shared(fd, size)
-                # What is handed out cannot be written through.
+                # The descriptors passed on are read-only.
                 readable = system.read_only(fd)
             finally:
                 os.close(fd)
@@ -108,8 +108,8 @@ class _Run:
 class DenseChunk:
     """Elements in one piece, parts as views of it, and an optimizer over runs of them.
 
-    A run is cut into its parts for good once they differ in more than their
-    elements: in having a gradient, or in what their state says of steps.
+    A run is split into its parts for good once they differ in more than their elements: in having a
+    gradient, or in the step counts of their state.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class DenseChunk:
                 }
 
     def _placed(self, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Beside the elements; but counts of steps where torch keeps them, with the CPU unless it is told otherwise."""
+        """On the elements' device; but step counts where torch keeps them: on the CPU by default."""
         settings = self.optimizer.param_groups[0]
         if key == "step" and not (settings.get("capturable") or settings.get("fused")):
             return value
@@ -281,7 +281,7 @@ class DenseChunk:
 
 
 def check_settings(optimizer: str, groups: Sequence[Settings]) -> None:
-    """Refuse hyper-parameters with which the optimizer cannot make a step: it is tried on one element."""
+    """Refuse hyper-parameters with which the optimizer cannot step: it is tried on one element."""
     make: Any = optimizer_class(optimizer)
     for number, group in enumerate(groups):
         if "params" in group:
@@ -304,7 +304,7 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    # Pairs such as betas travel as lists; optimizers unpack either, but compare and save tuples.
+    # Pairs such as betas are sent as lists; optimizers unpack either, but compare and save tuples.
     return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
 
 
@@ -321,7 +321,7 @@ Elements: TypeAlias = torch.Tensor | memoryview | bytes
 class DenseStore:
     """The chunks of one server.
 
-    Nobody else writes into a chunk; `pull` copies. Gradients are only read.
+    Nothing else writes into a chunk; `pull` copies. Gradients are only read.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -362,10 +362,10 @@ class DenseStore:
         self._whole(chunk, out).copy_(self._chunks[chunk].flat)
 
     def summed(self, chunk: int, contributions: Sequence[Elements]) -> torch.Tensor:
-        """The sum of the ranks' gradients, given in rank order: good until the next one. A single one is not copied."""
+        """Sum of the ranks' gradients, given in rank order: valid until the next one. A single one is not copied."""
         total = self._as_tensor(chunk, contributions[0])
         for one in contributions[1:]:
-            # Into memory of its own, and the same at every step: fresh pages cost as much as the sum.
+            # Into memory of its own, reused at every step: fresh pages cost as much as the sum.
             total = torch.add(total, self._as_tensor(chunk, one), out=self._chunks[chunk].sum_memory())
         return total
 

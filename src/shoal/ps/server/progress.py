@@ -1,10 +1,9 @@
 """Progress of a server: the last seq applied per slot and stream, and the clocks of the ranks.
 
-A seq changes in the same turn as the parameters of its slot and travels with
-them; it alone makes a repeated push idempotent. Clocks count the batches of
-relaxed strategies: a rank counts one when this server hears its StepEnd for
-the first time from that incarnation, whether or not the batch counted. A
-replica sets its primary's clocks aside until it takes over.
+A seq changes in the same turn as the parameters of its slot and is copied with them; it alone makes
+a repeated push idempotent. Clocks count the batches of relaxed strategies: a rank's clock advances
+when this server gets its StepEnd for the first time from that incarnation, whether or not the batch
+counted. A replica sets its primary's clocks aside until it takes over.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class AppliedSeqs:
             self.steps(counter)[slot] = steps.get(counter, 0)
 
     def missing(self, stream: int, seq: int, num_batches: int = 1) -> Slots:
-        """The slots in which nothing of this push counts yet: batches seq - num_batches + 1 to seq."""
+        """Slots in which nothing of this push counts yet: batches seq - num_batches + 1 to seq."""
         if stream < self.done_below:
             return no_slots()
         marks = self._streams.get(stream)
@@ -93,7 +92,7 @@ class AppliedSeqs:
     def triples(self, slots: Slots) -> npt.NDArray[np.int64]:
         """(slot, stream, seq) of these slots, for a checkpoint; one more with seq 0 tells the stream below which all are over."""
         held = np.flatnonzero(slots)
-        # Marks of those are forgotten: a resumed job must not run them again.
+        # Marks of finished streams are dropped: a resumed job must not run them again.
         over = [(int(held[0]), self.done_below, 0)] if len(held) and self.done_below else []
         found = over + [
             (slot, stream, seq) for slot in held.tolist() for stream, seq in self.of_slot(slot) if seq
@@ -110,7 +109,7 @@ MAX_STREAMS = 8  # streams of which a rank's last seq is remembered; it works on
 
 
 class Clocks:
-    """The clocks of all ranks, here. A dead rank leaves the minimum; its replacement enters at it."""
+    """Clocks of all ranks on this server. A dead rank leaves the minimum; its replacement enters at it."""
 
     def __init__(self) -> None:
         self._clocks: dict[int, int] = {}
@@ -126,7 +125,7 @@ class Clocks:
             self._clocks.setdefault(rank, 0)
 
     def finished(self, rank: int, stream: int, seq: int, num_batches: int = 1) -> None:
-        """The rank has pushed so many batches. A repeat is safe."""
+        """Record batches pushed by the rank. A repeat is safe."""
         self.returned(rank)
         counted = self._counted.setdefault(rank, {})
         if seq > counted.get(stream, 0):
@@ -136,18 +135,18 @@ class Clocks:
                 del counted[next(iter(counted))]
 
     def finished_by_another(self, rank: int, stream: int, seq: int, num_batches: int) -> None:
-        """The same in another worker's push. Who died or rests meanwhile stays away."""
+        """The same within another worker's push. A rank that died or rests meanwhile stays out."""
         if rank in self._clocks and rank not in self._absent:
             self.finished(rank, stream, seq, num_batches)
 
     def begin_call(self, call: int) -> None:
-        """A push of this call came: wishes of earlier ones are over."""
+        """A push of this call came: control flags of earlier calls are void."""
         if call > self._call:
             self._call, self._sticky = call, 0
             self._wishes.clear()
 
     def wish(self, rank: int, vector: Vector, *, call: int = 0) -> None:
-        """Take the control flags of a rank's vector: stop, checkpoint, leave. Those of an earlier call are over."""
+        """Record the control flags of a rank's vector: stop, checkpoint, leave. Those of an earlier call are void."""
         self.begin_call(call)
         bits = sum(
             bit for bit, value in zip((STOP, CHECKPOINT, LEAVE), vector[1:4], strict=False) if value > 0
@@ -157,7 +156,7 @@ class Clocks:
 
     @property
     def wishes(self) -> int:
-        """Of all workers; stop and leave stay, a checkpoint is wished until its rank wishes it no more."""
+        """Flags of all workers; stop and leave persist, a checkpoint until its rank clears it."""
         wishes = self._sticky
         for bits in self._wishes.values():
             wishes |= bits
@@ -167,12 +166,12 @@ class Clocks:
         return self._clocks.get(rank, 0)
 
     def slowest(self) -> int:
-        """The smallest clock of those that are there; where nobody is, the largest there was."""
+        """Smallest clock of the present ranks; without any, the largest so far."""
         there = [clock for rank, clock in self._clocks.items() if rank not in self._absent]
         return min(there) if there else max(self._clocks.values(), default=0)
 
     def have_reached(self, clock: int, *, besides: int | None) -> bool:
-        """True once all present ranks have come so far. Nobody waits for itself."""
+        """True once all present ranks have come so far. A rank does not wait for itself."""
         return all(
             mine >= clock
             for rank, mine in self._clocks.items()
@@ -183,18 +182,18 @@ class Clocks:
         return [rank for rank, mine in self._clocks.items() if mine < clock and rank not in self._absent]
 
     def at_least(self, rank: int, clock: int) -> None:
-        """The rank says so itself: this server may be new, and not have counted all of it."""
+        """The rank reports its clock: this server may be new, and not have counted all of it."""
         if rank in self._clocks:
             self.returned(rank)
             self._clocks[rank] = max(self._clocks[rank], clock)
 
     def left(self, rank: int) -> None:
-        """Dead, out of reach, or without work: nobody waits for it."""
+        """Dead, unreachable, or idle: nothing waits for it."""
         if rank in self._clocks:
             self._absent.add(rank)
 
     def returned(self, rank: int) -> None:
-        """It is back: where it was, or with the slowest, who did not wait for it."""
+        """It is back: at its clock, or at the slowest one's, which did not wait for it."""
         if rank in self._absent:
             self._clocks[rank] = max(self._clocks[rank], self.slowest())
             self._absent.discard(rank)

@@ -1,14 +1,12 @@
 """Replication of slots: the records a primary ships, what each replica has acknowledged, and the receiving side.
 
-Pure bookkeeping: a link per server that holds, or is to hold, slots whose
-primary this server is. A slot on a link is followed (its updates are shipped)
-or waits to be copied; a copy and what follows it go over the same link in
-order, so no replica ever has to catch up.
+Pure bookkeeping: a link per server that holds, or is to hold, slots whose primary this server is. A
+slot on a link is followed (its updates are shipped) or waits to be copied; a copy and the updates
+after it go over the same link in order, so no replica ever has to catch up.
 
-In a new view whatever was not acknowledged is sent again, under new numbers:
-replicas deduplicate by their applied seqs. A slot whose primary this server
-has just become is copied anew to its other holders: they may have heard more
-from the old primary than this one, or less.
+In a new view everything unacknowledged is sent again, under new numbers: replicas deduplicate by
+their applied seqs. A slot whose primary this server has just become is copied anew to its other
+holders: they may have received more from the old primary than this one, or less.
 """
 
 from __future__ import annotations
@@ -209,7 +207,7 @@ class Change:
 
 @dataclass(slots=True)
 class Pushes:
-    """Names of pushes that count here, and of what they changed: shipped together, as it is by then."""
+    """Names of pushes that count here, and of what they changed: shipped together, with the values at that time."""
 
     slots: Slots = field(default_factory=no_slots)
     seqs: dict[tuple[int, bytes], int] = field(default_factory=dict)  # by stream and slots
@@ -242,7 +240,7 @@ class _Link:
     server: int
     incarnation: int
     followed: Slots = field(default_factory=no_slots)
-    # Slots that a holder must be given before anything in them is acknowledged.
+    # Slots that a holder must receive before anything in them is acknowledged.
     owed: list[int] = field(default_factory=list)
     to_fill: list[int] = field(default_factory=list)  # slots of which it will be a holder
     number: int = 0
@@ -269,7 +267,7 @@ class Replication:
         return sends + [send for link in self._links.values() for send in self._ship_to(link, change)]
 
     def pushes(self, write: WritePushes) -> Pushes | None:
-        """Pushes to be shipped next, for one more to be added; None where nobody follows."""
+        """Pushes to be shipped next, to add one more; None if no server follows."""
         if not self._links:
             return None
         if self._pushes is None:
@@ -278,7 +276,7 @@ class Replication:
 
     @property
     def has_pushes(self) -> bool:
-        """True where pushes wait to be shipped, and those before them were answered: the busier, the more at once."""
+        """True if pushes wait to be shipped, and the previous shipment was acknowledged: under load more are batched."""
         return self._pushes is not None and all(
             link.answered >= self._pushes_sent.get(server, 0) for server, link in self._links.items()
         )
@@ -298,7 +296,7 @@ class Replication:
         return Change(pushes.slots, lambda slots: write(pushes, slots))
 
     def need(self) -> dict[int, int]:
-        """Everything said so far, by server: what is applied by now is safe once they have answered."""
+        """Everything shipped so far, by server: present state is safe once they have acknowledged it."""
         waiting = self._pushes[0].slots if self._pushes is not None else no_slots()
         return {
             link.server: link.number + bool((waiting & link.followed).any()) for link in self._links.values()
@@ -320,12 +318,12 @@ class Replication:
             link.unanswered.popleft()
 
     def lost(self, server: int) -> None:
-        """The connection to it is over: nothing more is sent until all that was not answered is sent again."""
+        """The connection is over: nothing more is sent until everything unacknowledged is sent again."""
         if server in self._links:
             self._lost.add(server)
 
     def again(self) -> list[Send]:
-        """To all who were lost: what was not answered, as it was. They know by its number what they have."""
+        """To all lost ones: unacknowledged records, unchanged. Receivers deduplicate by number."""
         lost, self._lost = self._lost, set()
         return [each.send for server in sorted(lost) for each in self._links[server].unanswered]
 
@@ -365,8 +363,8 @@ class Replication:
     ) -> list[Send]:
         """Links of a new view. `was_primary`: slots of which this server was primary in the view just before.
 
-        `is_new`: it has held nothing so far, and neither have the others: a job's begin.
-        `trusted`: by server, slots of which it is known to have all that this one has.
+        `is_new`: neither it nor the others have held anything so far: the beginning of a job.
+        `trusted`: by server, slots of which it is known to have everything this one has.
         """
         self._view = view.view
         self._lost.clear()
@@ -375,7 +373,7 @@ class Replication:
         pushes = self._change_of_pushes()
         for server, holds, joins in _others(view, self._me):
             link = _Link(server, view.incarnations.get(server, 0))
-            # Numbers of a later view are larger: an answer that comes late answers nothing of this one.
+            # Numbers of a later view are larger: a late answer acknowledges nothing of this one.
             link.number = link.answered = first_number(view.view) - 1
             before = old.get(server)
             kept = (trusted or {}).get(server, no_slots()).copy()
@@ -383,7 +381,7 @@ class Replication:
                 kept |= before.followed & was_primary
                 for each in before.unanswered:
                     if each.change is None:
-                        kept[each.slot] = False  # nobody knows whether it has the copy: it gets another
+                        kept[each.slot] = False  # whether it has the copy is unknown: it gets another
             filled = [slot for slot in joins if kept[slot]]
             link.owed = [slot for slot in holds if not kept[slot] and not is_new]
             link.to_fill = [slot for slot in joins if not kept[slot]]
@@ -444,9 +442,8 @@ class Replica:
         self._has_told = False
         self.primary_of: list[int] = [-1] * NUM_SLOTS
         self.held: Slots = no_slots()  # slots of which it is a replica
-        self._followed: Slots = (
-            no_slots()
-        )  # of which it has what its primary had when it said so, and all since
+        # Slots with everything their primary had when it said so, and all since.
+        self._followed: Slots = no_slots()
 
     def view(self, view: ServerView, state: ServerState) -> None:
         self._view = view.view
@@ -457,7 +454,7 @@ class Replica:
         for slot, servers in view.joining.items():
             if self._number in servers and not holds[slot]:
                 self._joining[slot] = True
-        # What it is to be given it may have already; whether that is still right only the primary knows.
+        # It may already have the slots it is to receive; only the primary knows whether they are current.
         self._filled, self._has_told = no_slots(), False
         self.held = holds & (np.array(self.primary_of) != self._number)
         self._followed = no_slots()
@@ -496,7 +493,7 @@ class Replica:
         return self._last.get(source, first_number(self._view) - 1)
 
     def has_followed(self, state: ServerState, clock: int) -> bool:
-        """True where it has step `clock` in every slot that it is a replica of."""
+        """True if it has step `clock` in every slot that it is a replica of."""
         return bool((self._followed & (state.applied.version >= clock))[self.held].all())
 
     def tell_filled(self) -> list[Action]:

@@ -1,8 +1,7 @@
 """State of a server and every change of it: the same code on a primary and on its replicas.
 
-A step or push that counts is first written down as a `Counted`; the primary
-applies it and ships it, a replica reads it back and applies it. Nothing here
-knows of connections, tickets or views.
+A committed step or push is first recorded as a `Counted`; the primary applies it and ships it, a
+replica decodes it and applies it. Independent of connections, tickets and views.
 """
 
 from __future__ import annotations
@@ -96,12 +95,12 @@ class ServerState:
         return self.steps.mode.num_workers if self.steps is not None else 0
 
     def take_over(self) -> None:
-        """Slots of another server are ours now: what it counted counts here."""
+        """Take over slots of another server: its counts are valid here."""
         self.clocks.take_over()
         self.updates = max(self.updates, self._heard_updates)
 
     def declare_mode(self, mode: msg.DeclareMode) -> bool:
-        """Contributions count so; whether that is news."""
+        """Set how contributions count; whether that is new."""
         if self.steps is None:
             if mode.num_workers < 1:
                 raise Refusal("a job has at least one worker, got num_workers=0")
@@ -109,7 +108,7 @@ class ServerState:
             self.clocks.expect(mode.num_workers)
             return True
         known = self.steps.mode
-        # One model of a script may want norms and another not: what one of them needs, all have.
+        # One model of a script may want norms and another not: all have what one of them needs.
         merged = msgspec.structs.replace(
             known, two_phase=known.two_phase or mode.two_phase, wants_norm=known.wants_norm or mode.wants_norm
         )
@@ -125,7 +124,7 @@ class ServerState:
         return self.applied.version < counted.seq
 
     def count(self, counted: Counted) -> None:
-        """From now on it counts; everything about it changes in this one turn."""
+        """Apply it; everything about it changes in this one turn."""
         update = counted.update
         if counted.applies:
             counted.evicted = self.contents.apply(update)
@@ -259,7 +258,7 @@ class ServerState:
         for number in numbers:
             elements, entries, tensors = self.contents.dense.read(number)
             chunks.append((number, entries))
-            # Copies: what waits to be sent must not change with the next update.
+            # Copies: queued data must not change with the next update.
             frames += [raw_bytes(tensor.clone()) for tensor in (elements, *tensors)]
         return chunks, frames
 
@@ -272,7 +271,7 @@ class ServerState:
     # ---- as a replica ---------------------------------------------------------------------------
 
     def follow(self, record: Record, frames: Sequence[Frame], slots: Slots) -> None:
-        """Change as the primary of these slots did. What counts already does not count twice."""
+        """Apply a change of these slots' primary. Updates already applied are not applied twice."""
         match record:
             case StepRecord():
                 counted = self._read_counted(record, frames)
@@ -461,7 +460,7 @@ def answer_whole(
             return msg.Marks(), [raw_bytes(state.applied.triples(mine))], None
         case msg.WriteMarks():
             _require(len(frames) == 1 and len(frames[0]) % 24 == 0, "marks are triples of int64 in one frame")
-            kept_marks = bytes(frames[0])  # before they are looked at: the client can write to them
+            kept_marks = bytes(frames[0])  # before they are read: the client can write to them
             triples = as_array(kept_marks, np.int64, "marks").reshape(-1, 3)
             inside = (triples >= 0).all() and (triples[:, 0] < NUM_SLOTS).all()
             _require(bool(inside), "marks are of slots 0..255, and never negative")

@@ -1,8 +1,8 @@
 """Steps and exchanges on a server: staged pushes, contributions and their sum, push filters, the mailbox.
 
-Exact steps wait for every rank. `drop` and `stale` do not wait for the
-slowest few; `stale` uses the last contribution of a missing rank once more.
-The order of every sum is the ranks', never that of arrival.
+Exact steps wait for every rank. `drop` and `stale` do not wait for the slowest few; `stale` reuses
+the last contribution of a missing rank once. Sums are always in rank order, never in order of
+arrival.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Sum:
     seq: int
     update: Update
     vector: Vector
-    squares: Vector  # by slot; zero where another server holds it, or where nobody wants to know
+    squares: Vector  # by slot; zero if another server holds it, or if no norm is needed
     contributions: dict[int, Contribution]
     num_global: float
 
@@ -148,7 +148,7 @@ class Sum:
         """Without a second phase: what to multiply gradients with, and whether to apply them at all."""
         count = float(self.vector[COUNT])
         losses = self.vector[LOSSES : LOSSES + num_workers]
-        # Backward divided by samples. What the losses really counted travelled with them.
+        # Backward divided by samples. The real counts were sent with the losses.
         factor = self.num_global / count if count else 0.0
         return factor, bool(np.isfinite(losses).all() and np.isfinite(count))
 
@@ -175,7 +175,7 @@ class Steps:
 
     @property
     def is_full(self) -> bool:
-        """All that are waited for are in, and not summed yet."""
+        """All required contributions are in, and not summed yet."""
         return self.summed is None and len(self.ended) >= self.waits_for
 
     def missing_ranks(self) -> list[int]:
@@ -189,7 +189,7 @@ class Steps:
         self.ended, self.summed = {}, None
 
     def forget_kept(self) -> None:
-        """The view is over: what is kept of the last steps has nothing for slots that came since."""
+        """The view is over: kept data of the last steps lacks slots received since."""
         self._kept = {}
 
     def reused(self) -> dict[int, Contribution]:
@@ -199,7 +199,7 @@ class Steps:
         reused = {rank: kept for rank, kept in self._kept.items() if rank not in self.ended}
         self.num_reused += len(reused)
         finite = {rank: part for rank, part in self.ended.items() if np.isfinite(part.vector).all()}
-        # Once: who is away for long would steer every step with what it saw at first.
+        # Once only: a rank that is away for long would otherwise steer every step with its old gradient.
         self._kept = {rank: part.copy() for rank, part in finite.items()}
         return reused
 
@@ -220,7 +220,7 @@ class Steps:
         for rank in ranks[1:]:
             vector += parts[rank].vector
         fresh = {rank: part for rank, part in parts.items() if self.ended.get(rank) is part}
-        # Not of a contribution that is used once more: its settings were those of its own step.
+        # Not from a reused contribution: its settings were those of its own step.
         end = fresh[min(fresh)].end
         update = Update(
             slots,
@@ -249,7 +249,7 @@ class Steps:
                 parts[rank].staged.dense[number] for rank in ranks if number in parts[rank].staged.dense
             ]
             if pushed:
-                # Without gradient is a part only where it is on every rank.
+                # A part is without gradient only if it is on every rank.
                 unused = set.intersection(*(set(without) for _, without in pushed))
                 total = contents.dense.summed(number, [gradient for gradient, _ in pushed])
                 update.dense[number] = (total, tuple(sorted(unused)))
@@ -354,7 +354,8 @@ class Mailbox:
         self.log[exchange] = result
         if len(self.notes) == num_workers:
             oldest = min(anchored_at for anchored_at, _ in self.notes.values())
-            # One more than is needed: who waits for the last result may ask again after all others went on.
+            # One more than needed: a rank that waits for the last result may ask again after all others
+            # went on.
             for number in [number for number in self.log if number < oldest - 1]:
                 del self.log[number]
 

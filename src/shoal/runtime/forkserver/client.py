@@ -1,9 +1,8 @@
 """The owner's side: a handle on a fork server, and servers that are forks of their owner.
 
-A fork of the owner knows everything the owner knew when it was made (dataset,
-functions), so what its children run need not be sent anywhere. A child that is
-forked again later begins from the same state, and a fork in the middle of
-training cannot copy a lock that one of the owner's threads holds.
+A fork of the owner has the owner's state at that time (dataset, functions), so its children's work
+need not be sent anywhere. A child forked later begins from the same state, and a fork in the middle
+of training cannot copy a lock that one of the owner's threads holds.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ from shoal.runtime.forkserver.server import (
 FORK_TIMEOUT_S = 60.0
 
 _IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Ctrl-C and the launcher's commands are for the owner, which may need its children a moment longer."""
+"""Ctrl-C and the launcher's signals are for the owner, which may need its children a moment longer."""
 
 
 class ForkServerGone(EOFError):
-    """Not an error a user sees: the fork server ended, and its children with it."""
+    """Internal: the fork server ended, and its children with it."""
 
 
 class ForkRefused(Exception):
-    """Not an error a user sees: there is no child, and why."""
+    """Internal: no child was forked, with the reason."""
 
 
 class ForkedProcess(NamedTuple):
@@ -79,7 +78,7 @@ class ForkClient:
 
     @property
     def has_exits(self) -> bool:
-        """Deaths were heard of while an answer was waited for: a selector does not tell of those."""
+        """Exits read while waiting for an answer: a selector does not report those."""
         return bool(self._exited)
 
     def fork(
@@ -101,16 +100,16 @@ class ForkClient:
         self._send(Signal(pid, signum))
 
     def exits(self) -> list[ChildExited]:
-        """Deaths since the last look, in order."""
+        """Exits since the last call, in order."""
         while heard := self.hear(0.0):
             if isinstance(heard, ForkedProcess):
-                os.close(heard.ended)  # the answer to a fork that nobody waits for any more
+                os.close(heard.ended)  # a late answer to an abandoned fork request
         exited = list(self._exited)
         self._exited.clear()
         return exited
 
     def exit_code(self, pid: int, *, within_s: float = 1.0) -> int | None:
-        """Exit code of a child that has ended, or minus the signal; None where the server does not tell in time."""
+        """Exit code of an ended child, or minus the signal; None if the server does not report it in time."""
         deadline = time.monotonic() + within_s
         with contextlib.suppress(ForkServerGone):
             while not any(exited.pid == pid for exited in self._exited):
@@ -122,7 +121,7 @@ class ForkClient:
         return found[0].code if found else None
 
     def hear(self, timeout_s: float) -> ServerReady | ForkedProcess | NotForked | ChildExited | None:
-        """The next report, deaths and readiness noted; None where none came in time."""
+        """Next report, with exits and readiness recorded; None if none came in time."""
         if not is_readable(self._sock.fileno(), timeout_s):
             return None
         received = receive_report(self._sock)
@@ -160,7 +159,7 @@ class ForkedServer(ForkClient):
         ours, theirs = system.packet_pair()
         owner_pid = os.getpid()
         flush()
-        with signals_blocked():  # none may reach the child before it has handlers of its own
+        with signals_blocked():  # no signal may reach the child before it has its own handlers
             try:
                 with warnings.catch_warnings():
                     # Python 3.12 warns of threads whose locks a fork copies: this module's docstring says why that is safe.
@@ -185,7 +184,7 @@ class ForkedServer(ForkClient):
             with contextlib.suppress(ProcessLookupError):
                 system.send_signal(self.pid, self._ended, signal.SIGKILL)
         os.close(self._ended)
-        with contextlib.suppress(ChildProcessError):  # the owner's program may wait for any child there is
+        with contextlib.suppress(ChildProcessError):  # the owner's program may have reaped it
             os.waitpid(self.pid, 0)
 
 
@@ -194,12 +193,12 @@ def _serve(commands: socket.socket, child_main: ChildMain, title: str) -> int:
         signal.signal(signum, signal.SIG_IGN)
     _close_sockets(keep=commands.fileno())
     setproctitle(title)
-    gc.freeze()  # what is there now stays: it is the owner's to take apart, and its pages are shared with it
+    gc.freeze()  # existing objects belong to the owner, and their pages are shared with it
 
     def run_child(role: str, fds: dict[str, int]) -> int:
         torch = sys.modules.get("torch")
         if torch is not None:
-            torch.set_num_threads(1)  # the threads of the owner's pool were not forked with it
+            torch.set_num_threads(1)  # the owner's thread pool was not forked
         return child_main(role, fds)
 
     ForkServer(commands, run_child, own_sessions=False, allow_threads=True).serve()
@@ -207,10 +206,10 @@ def _serve(commands: socket.socket, child_main: ChildMain, title: str) -> int:
 
 
 def _close_sockets(*, keep: int) -> None:
-    """Close the owner's connections: their other ends must see them end with the owner, and hear nobody else.
+    """Close the owner's connections: their peers must see them end with the owner.
 
-    A socket's number is kept, for an object here that believes in it would
-    else close somebody else's file. Files stay: a dataset may read from them.
+    A socket's number stays reserved: an object here that refers to it would otherwise close another
+    file. Files stay open: a dataset may read from them.
     """
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in system.open_sockets():

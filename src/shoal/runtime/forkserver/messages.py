@@ -1,8 +1,8 @@
-"""Messages between a fork server and its owner, and how descriptors travel with them.
+"""Messages between a fork server and its owner, and the passing of descriptors.
 
-One packet is one message: JSON on a pair of sockets that only the two
-processes hold. A specification for the child goes in a file beside the packet:
-an environment may be larger than a packet, and the server does not read it.
+One packet is one message: JSON on a pair of sockets that only the two processes hold. A child's
+specification goes in a file beside the packet: an environment may be larger than a packet, and the
+server does not read it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.errors import WireError
 
 MAX_PACKET_BYTES = 64 * 1024
 MAX_FDS = 96
-"""The kernel takes 253 at once. A worker of a job with servers is given a way to each there may be."""
+"""The kernel takes 253 at once. A worker of a job with servers gets a descriptor for each possible one."""
 
 
 class Fork(msgspec.Struct, tag="fork", forbid_unknown_fields=True, frozen=True):
@@ -54,7 +54,7 @@ class ServerReady(msgspec.Struct, tag="ready", forbid_unknown_fields=True, froze
     """ "I have imported everything and can fork." Said once, by a server that is started as a program."""
 
     import_s: float
-    dialect: int  # of what was imported: the owner's own files may have been replaced since it started
+    dialect: int  # hash of what was imported: the owner's own files may have been replaced since it started
 
 
 class Forked(msgspec.Struct, tag="forked", forbid_unknown_fields=True, frozen=True):

@@ -1,13 +1,12 @@
 """The forking side: one thread that forks on command, reaps at once and reports.
 
-It decides nothing. A fork copies only the calling thread, and OpenMP hangs
-after one, so this process starts no thread, and a server that was started as
-a program refuses to fork should it ever find a second one.
+It decides nothing. A fork copies only the calling thread, and OpenMP hangs after one, so this
+process starts no thread, and a server that was started as a program refuses to fork if it ever
+finds a second one.
 
-Nobody outlives their parent: children get SIGKILL from the kernel when the
-server ends, however it ends. A server whose children lead sessions of their
-own also kills their process groups, so that grandchildren (the processes of a
-DataLoader) are gone too.
+No child outlives its parent: children get SIGKILL from the kernel when the server ends, in any way.
+A server whose children lead sessions of their own also kills their process groups, so that
+grandchildren (the processes of a DataLoader) are gone too.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class ForkServer:
 
     def serve(self) -> None:
         try:
-            with contextlib.suppress(ConnectionError):  # the owner died while it was answered
+            with contextlib.suppress(ConnectionError):  # the owner died during the answer
                 while True:
                     for key, _ in self._selector.select():
                         if key.data is not None:
@@ -103,7 +102,8 @@ class ForkServer:
             send(self._commands, NotForked(f"the fork server has other threads ({', '.join(others)})"))
             return
         me = os.getpid()
-        # A signal must not find the child with its parent's handlers: it waits until they are gone.
+        # A signal must not run the parent's handlers in the child: signals are blocked until they are
+        # reset.
         with signals_blocked() as mask:
             try:
                 pid, ended = system.fork()
@@ -134,7 +134,7 @@ class ForkServer:
         self._selector.unregister(ended)
         os.close(ended)
         _, status = os.waitpid(pid, 0)
-        # The owner may be gone by now; the next turn of the loop sees that.
+        # The owner may be gone by now, which the next turn of the loop detects.
         with contextlib.suppress(OSError):
             send(self._commands, ChildExited(pid, os.waitstatus_to_exitcode(status)))
 
@@ -144,7 +144,7 @@ class ForkServer:
             if not is_readable(ended, max(0.0, deadline - time.monotonic())) or self._own_sessions:
                 self._kill(pid)
         for pid in self._ended:
-            os.waitpid(pid, 0)  # no zombie may be left to a container whose first process reaps nobody
+            os.waitpid(pid, 0)  # a container's first process may reap nobody, so no zombie may be left
 
     def _kill(self, pid: int) -> None:
         # ESRCH: forked a moment ago and not yet a group of its own.
@@ -188,7 +188,7 @@ def is_readable(fd: int, within_s: float) -> bool:
 
 
 def flush() -> None:
-    """Write out what was printed: what is in the buffers at a fork would be written twice, at a kill never."""
+    """Flush output: buffered text would be written twice after a fork, and never after a kill."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

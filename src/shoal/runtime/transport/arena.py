@@ -1,9 +1,8 @@
 """Arena of shared memory between a client and one server: its segments and buffers.
 
-Decides where a buffer lies: in segments of shared memory, by size class, never more
-than a limit. Does not know what is in a buffer, nor when a server has read
-it: a buffer is its holder's until it gives it back. An arena belongs to one
-connection and is never used for another, so a process that wakes up late
+Allocates buffers in segments of shared memory, by size class, up to a limit. It does not know a
+buffer's content, nor when a server has read it: a buffer belongs to its holder until it is freed.
+An arena belongs to one connection and is never reused for another, so a process that wakes up late
 writes into memory that nobody reads any more.
 """
 
@@ -56,13 +55,13 @@ class Segment:
     nbytes: int
     fd: int  # -1 once it was handed over
     memory: memoryview
-    used: int = 0  # everything above was never given out since `round` began
+    used: int = 0  # everything above is unallocated since `round` began
     num_live: int = 0
-    round: int = 0  # counts how often it was empty; free places of an older round are void
+    round: int = 0  # number of times it was empty; free places of an older round are void
     unlock: Callable[[], None] | None = None  # where its pages are locked
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that would cost as much as all the rest of `alloc`
+@dataclass(slots=True, eq=False)  # not frozen: that would cost as much as the rest of `alloc`
 class Buffer:
     """Bytes of an arena, owned by the caller until it releases them."""
 
@@ -76,11 +75,10 @@ class Buffer:
 
 
 class Arena:
-    """Gives out buffers and takes them back. Threads may share it.
+    """Allocates and frees buffers. Threads may share it.
 
-    A segment all of whose buffers are back is used from its start again, for
-    whatever sizes come next, so sizes that change from step to step do not
-    add up.
+    A segment whose buffers are all free is reused from its start, for whatever sizes come next, so
+    sizes that change from step to step do not accumulate.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class Arena:
         self.bytes_reserved = 0
         """Address space in segments; what was never touched has no memory behind it."""
         self.bytes_in_use = 0
-        """In buffers that somebody holds, slack included."""
+        """In held buffers, slack included."""
         self.lock: Callable[[memoryview], Callable[[], None]] | None = None
         """Locks the pages of segments to come, for a device's copies, and gives what unlocks them."""
 
@@ -114,7 +112,7 @@ class Arena:
             return buffer
 
     def free(self, buffer: Buffer) -> None:
-        """Take a buffer back. Its bytes must not be used any more, by the server neither."""
+        """Free a buffer. Neither the caller nor the server may use its bytes any more."""
         size = size_class(buffer.nbytes)
         with self._lock:
             if buffer not in self._live:
@@ -133,7 +131,7 @@ class Arena:
         return self._segments[number - 1]
 
     def close(self) -> None:
-        """Give out no more. What is held stays readable for its holder; the rest is unmapped."""
+        """Allocate no more. Held buffers stay readable; the rest is unmapped."""
         with self._lock:
             self._is_closed = True
             memfd.close([segment.fd for segment in self._segments if segment.fd >= 0])
@@ -190,7 +188,7 @@ def size_class(nbytes: int) -> int:
 
 def ordinary(nbytes: int) -> mmap.mmap:
     """Memory of this process, backed as it is touched: in large pages, which a socket's copies go through quicker."""
-    # Private: pages that could be shared are small ones unless the machine's administrator allows others.
+    # Private: shared pages are small ones unless the machine's administrator allows others.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= HUGE_BYTES:
         system.use_huge_pages(memory)
@@ -198,10 +196,10 @@ def ordinary(nbytes: int) -> mmap.mmap:
 
 
 class MessageMemory:
-    """Memory for large frames that is used again once nobody holds a view of it."""
+    """Memory for large frames, reused once no view of it is held."""
 
     KEEP_BYTES = 256 << 20
-    """Kept for later. What is beyond goes with its last view."""
+    """Kept for later. Memory beyond it is freed with its last view."""
 
     def __init__(self) -> None:
         self._kept: deque[mmap.mmap] = deque()
@@ -215,7 +213,7 @@ class MessageMemory:
 
     def _take(self, nbytes: int, size: int) -> memoryview:
         for memory in self._kept:
-            # References: of the deque, of the loop, of the call. A view would be one more.
+            # References: the deque's, the loop's, the call's. A view would be one more.
             if len(memory) == size and sys.getrefcount(memory) == 3:
                 self._kept.remove(memory)
                 break
@@ -228,7 +226,7 @@ class MessageMemory:
         return memoryview(memory)[:nbytes]
 
     def give_back(self) -> None:
-        """Keep nothing: it was not needed for a while."""
+        """Free everything: it was not needed for a while."""
         with self._lock:
             self._kept.clear()
             self._kept_bytes = 0

@@ -35,7 +35,7 @@ def ways(fds: Mapping[str, int]) -> dict[str, str]:
 
 
 def connect(address: str, *, expect: str, timeout_s: float) -> socket.socket:
-    """Connect to the role `expect` at `address`. OSError where nobody answers, WireError where it is a stranger."""
+    """Connect to the role `expect` at `address`. Raises OSError without an answer, WireError for a stranger."""
     if tls.is_remote(address):
         return tls.mine().connect(address, expect=expect, timeout_s=timeout_s)
     return unix.connect(address, timeout_s=timeout_s)

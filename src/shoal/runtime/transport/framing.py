@@ -5,10 +5,9 @@
     header     the message, msgpack
     frames     raw bytes, as they are
 
-Every length is checked against `Limits` before anything is allocated, and
-the checksum covers all but the frames, so a damaged copy of a message is
-refused and not taken for another one. Frames are left out of it on purpose:
-they are the bulk, they stay inside one host or inside TLS, and one more pass
+Every length is checked against `Limits` before anything is allocated, and the checksum covers all
+but the frames, so a damaged copy of a message is refused and not taken for another one. Frames are
+excluded on purpose: they are the bulk, they stay inside one host or inside TLS, and one more pass
 over them would be a large part of the cost of sending them.
 """
 
@@ -81,7 +80,7 @@ def decode(packet: Bytes, *, limits: FrameLimits = CONTROL) -> Received:
 
 
 class Decoder:
-    """Takes bytes as they come and gives the messages they complete: for a server that must not block."""
+    """Incremental decoder for a server that must not block."""
 
     def __init__(self, limits: FrameLimits = CONTROL) -> None:
         self._limits = limits
@@ -96,7 +95,7 @@ class Decoder:
         return self._taken + len(self._pending)
 
     def feed(self, data: Bytes) -> list[Received]:
-        """The messages that `data` completes. After a WireError the stream has no meaning: close it."""
+        """Messages that `data` completes. After a WireError the stream is invalid: close it."""
         self._pending += data
         received: list[Received] = []
         while len(self._pending) >= self._wanted:
@@ -125,11 +124,11 @@ def send_message(
 def read_message(
     sock: socket.socket, *, limits: FrameLimits = CONTROL, timeout_s: float | None = None
 ) -> Received:
-    """Read one message from a blocking socket; EOFError where the other side closed it between messages.
+    """Read one message from a blocking socket; EOFError if the other side closed it between messages.
 
-    With `timeout_s` all of the message must come within it (else TimeoutError,
-    and the connection is of no more use); without, the socket's own time-out
-    holds for each piece, and a peer may send byte by byte for ever.
+    With `timeout_s` the whole message must arrive within it (else TimeoutError, and the connection
+    is unusable); without, the socket's own time-out applies to each piece, and a peer may send byte
+    by byte for ever.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     parser = parse(limits)

@@ -1,10 +1,8 @@
-"""Memory that two processes share, handed over a Unix socket as a descriptor.
+"""Memory that two processes share, passed over a Unix socket as a descriptor.
 
-Nothing here trusts the sender: what is mapped has been sealed against
-shrinking first and measured after that, so a peer can scribble in it but
-never make a read of ours fault (macOS has no seals: there processes of one job
-trust each other in this). What it writes there is for the owner of the layout to
-judge.
+The sender is not trusted: memory is sealed against shrinking before it is measured and mapped, so a
+peer can scribble in it but never make a read here fault (macOS has no seals: there processes of one
+job trust each other in this). The owner of the layout validates the contents.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ MAX_FDS = 253
 
 
 def create(num_bytes: int, name: str) -> int:
-    """Memory of exactly `num_bytes` zeros, of a size nobody can change; `name` is what /proc/PID/maps shows."""
+    """Memory of exactly `num_bytes` zeros, sealed to that size; `name` is shown by /proc/PID/maps."""
     if num_bytes <= 0:
         raise ConfigError(f"shared memory '{name}' must have at least 1 byte, got {num_bytes}.")
     fd = system.anonymous_file(name, can_seal=True)
@@ -49,7 +47,7 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
     The mapping outlives `fd`, which stays the caller's to close.
     """
     if system.IS_LINUX:
-        _seal(fd)  # first of all, lest it shrinks between the look and the mapping
+        _seal(fd)  # first, lest it shrinks between the check and the mapping
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes or num_bytes <= 0:
         raise WireError(f"shared memory of {status.st_size:,} bytes, where {num_bytes:,} were announced")
@@ -78,7 +76,6 @@ def duplicate(fds: Iterable[int]) -> list[int]:
 
 
 def close(fds: Iterable[int]) -> None:
-    """Close all of them."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)

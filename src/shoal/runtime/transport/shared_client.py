@@ -1,14 +1,12 @@
 """A client's end of a connection to a parameter server: requests out, answers in, frames through shared memory.
 
-To a server on another host every frame goes through the socket: from the
-buffer it lies in, and answers into the buffers that wait for them. What the
-socket does not take at once is moved by a thread of the link, while its
-owner computes; large frames by several connections, each with its thread.
+To a server on another host every frame goes through the socket: from its own buffer, and answers
+into the buffers that wait for them. A thread of the link moves what the socket does not take at
+once, while its owner computes; large frames go over several connections, each with its thread.
 
-Decides nothing about what is said. Threads may share a link: whoever waits
-reads for all, and answers to others are kept for them. Nobody ever spins: on
-a machine whose cores are all busy, a waiter that spins takes the time of
-whom it waits for.
+Independent of the messages' meaning. Threads may share a link: a waiting thread reads for all, and
+answers to others are kept for them. Nothing ever spins: on a machine whose cores are all busy, a
+spinning waiter takes the time of the process it waits for.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.stripes import Stripes
 
 INLINE_BYTES = 4096
-"""Buffers up to this size are sent in the socket: that is quicker than looking them up."""
+"""Buffers up to this size are sent in the socket: that is faster than looking them up."""
 
 BLOCKED_LOOK_S = 0.01
 """Interval at which a sender with a full socket checks whether it has to read for others too."""
@@ -64,18 +62,17 @@ class LinkReply(NamedTuple):
 
 
 MAX_REPLY_FDS = 240
-"""Descriptors that a server may hand over before somebody takes them."""
+"""Descriptors that a server may send before they are taken."""
 
 HELD_BYTES = 64 << 10
 """Requests that wait to be sent together; more are sent at once."""
 
 
 class Link:
-    """One connection, with an arena of its own; after LinkLost it is of no more use, and neither is its arena.
+    """One connection, with an arena of its own; after LinkLost neither can be used again.
 
-    Requests reach the server in the order of `send`. A buffer that was sent
-    belongs to the server until the answer after which the protocol gives it
-    back, small ones too.
+    Requests reach the server in the order of `send`. A sent buffer belongs to the server until the
+    answer after which the protocol returns it, small ones too.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class Link:
         """
         self.peer = peer or str(address)
         self.is_remote = tls.is_remote(str(address))
-        """Is the server on another host? Then nothing of it can be mapped here."""
+        """Whether the server is on another host, so that nothing of it can be mapped here."""
         self.on_lost: Callable[[LinkLost], None] | None = None
         """Called once, by the first thread that notices the lost connection."""
         self.unasked: deque[LinkReply] = deque()
@@ -157,16 +154,15 @@ class Link:
 
     @property
     def is_lost(self) -> bool:
-        """Has somebody noticed that the connection is over?"""
+        """Whether the connection is known to be over."""
         return self._lost is not None
 
     @property
     def has_unsent(self) -> bool:
-        """Does the socket not take all that was sent with `is_blocking=False`? Then `poll` when it is writable."""
+        """Whether the socket has not taken everything sent with `is_blocking=False`. Then `poll` when it is writable."""
         return self._outbox.num_bytes > 0
 
     def fileno(self) -> int:
-        """For a selector."""
         return self._fileno
 
     def alloc(self, nbytes: int) -> Buffer:
@@ -191,14 +187,12 @@ class Link:
     ) -> int:
         """Send a request and return its ticket.
 
-        With `is_held` it goes together with the next one that is not, or with
-        `flush`, or when an answer is waited for: what belongs together wakes
-        the server up once.
+        With `is_held` it goes together with the next one that is not, or with `flush`, or when an
+        answer is awaited: related requests wake the server up once.
 
-        Without `wants_reply` an answer, should there be one, goes to
-        `unasked`. Without `is_blocking` nothing waits for a socket that is
-        full: for loops that poll. With `is_lent` all frames stay as they are
-        until the answer, not only buffers: nothing needs to be copied.
+        Without `wants_reply` an answer, should there be one, goes to `unasked`. Without
+        `is_blocking` nothing waits for a full socket: for loops that poll. With `is_lent` all
+        frames stay unchanged until the answer, not only buffers: nothing needs to be copied.
         """
         RECORDER.sent += sum(len(f) if not isinstance(f, Buffer) else f.nbytes for f in frames)
         RECORDER.received += sum(buffer.nbytes for buffer in into)
@@ -242,13 +236,14 @@ class Link:
         return ticket
 
     def wait(self, ticket: int, timeout_s: float) -> tuple[Message, list[memoryview]]:
-        """The answer to that request, when it comes; WaitTimedOut where it does not, and it may be waited for again."""
+        """Wait for the answer to that request; WaitTimedOut if it does not come, and the wait may be repeated."""
         began = time.monotonic()
         self._send_held()
         with self._lock:
             if ticket not in self._awaited:
                 raise ValueError(f"ticket {ticket} is not waited for: it was answered, or wanted no answer")
-            # While somebody waits the mover does not read: two threads that take turns at one socket cost more than they move.
+            # While a thread waits the mover does not read: two threads taking turns at one socket cost more
+            # than they move.
             self._num_waiting += 1
             try:
                 while ticket not in self._replies:
@@ -272,7 +267,7 @@ class Link:
             return self._take(ticket)[1:]
 
     def flush(self) -> None:
-        """Send what was held back, and wait until the socket took all of it (to another host: have a thread do so)."""
+        """Send held requests, and wait until the socket took all of them (to another host: in a thread)."""
         self._send_held()
         if self.is_remote:
             self._move()
@@ -296,7 +291,7 @@ class Link:
             return [self._intake.fds.popleft() for _ in range(count)]
 
     def take(self, ticket: int) -> tuple[Message, list[memoryview]] | None:
-        """The answer to that request if it is here, without waiting; LinkLost where it cannot come any more."""
+        """The answer to that request if it has arrived, without waiting; LinkLost if it cannot come any more."""
         with self._lock:
             if ticket not in self._replies:
                 self._check()
@@ -305,10 +300,10 @@ class Link:
             return self._take(ticket)[1:] if ticket in self._replies else None
 
     def poll(self) -> list[LinkReply]:
-        """All answers that are here, without waiting; sends what is left. For a loop that never waits."""
+        """All answers that have arrived, without waiting; sends the rest. For a loop that never waits."""
         with self._lock:
             if self._replies:
-                pass  # what came before the connection was lost still counts
+                pass  # messages received before the loss still count
             else:
                 self._check()
             with contextlib.suppress(LinkLost):
@@ -344,7 +339,7 @@ class Link:
 
     def _check(self) -> None:
         if self._lost is not None:
-            # A new one each time: the traceback of a raised one would hold on to its waiters' frames.
+            # A new exception each time: the traceback of a raised one would keep its waiters' frames alive.
             raise LinkLost(peer=self._lost.peer, reason=self._lost.reason)
 
     def _read_for_all(self, timeout_s: float) -> None:
@@ -382,7 +377,7 @@ class Link:
     def _read(self) -> None:
         """Take in what the socket has, without waiting."""
         try:
-            # To another host a little at a time: who sends in between waits for the lock.
+            # From another host in small reads: senders in between wait for the lock.
             for _ in range(1 if self.is_remote else 64):
                 received = self._intake.receive(self._sock)
                 for message, parts in received:
@@ -427,7 +422,7 @@ class Link:
             lost = LinkLost(peer=self.peer, reason=reason)
         if self._lost is None:
             self._lost = lost
-            # Waiters in poll() wake up by it; close() alone would leave them asleep.
+            # Wakes waiters in poll(); close() alone would leave them asleep.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(2)
             self._sock.close()
@@ -456,7 +451,7 @@ class Link:
     ) -> int:
         inline: list[Bytes] = []
         for frame in frames:
-            # A buffer stays as it is until it is acknowledged.
+            # A buffer stays unchanged until it is acknowledged.
             view = frame.view if isinstance(frame, Buffer) else as_bytes(frame)
             inline.append(view if is_lent or isinstance(frame, Buffer) else bytes(view))
         with self._lock:
@@ -491,7 +486,7 @@ class Link:
         return ticket
 
     def _open_stripes(self, address: str, asked: tls.Connections, timeout_s: float) -> None:
-        """Open the further connections, spread over the interfaces that both ends have."""
+        """Open the further connections, spread over the interfaces of both ends."""
         link, streams = secrets.randbits(62), []
         try:
             answer, _ = self.wait(self.send(Stripe(link, 0, asked.per_server)), timeout_s)
@@ -531,7 +526,7 @@ class Link:
         return inline[:first]
 
     def _move(self) -> None:
-        """Have the link's thread send what the socket did not take, and receive what large buffers wait for."""
+        """Let the link's thread send what the socket did not take, and receive what large buffers wait for."""
         with self._lock:
             if self._lost is not None or not (self._outbox.num_bytes or self._awaits_bulk()):
                 return
@@ -574,7 +569,7 @@ class Link:
     # ---- a socket that is full --------------------------------------------------------------------
 
     def _drain(self, operation: str) -> None:
-        """Wait until all was sent. Reads meanwhile: the server stops reading from a client that it cannot answer."""
+        """Wait until everything was sent. Reads meanwhile: the server stops reading from a client that it cannot answer."""
         began = time.monotonic()
         while True:
             with self._lock:

@@ -15,7 +15,7 @@ from shoal.errors import ConfigError
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether this is data itself, and no dataset: arrays, tensors, tables, or a dict or tuple of them."""
+    """Whether this is data itself, not a dataset: arrays, tensors, tables, or a dict or tuple of them."""
     if isinstance(data, (tuple, list)):
         return bool(data) and all(is_arrays(each) for each in data)
     if isinstance(data, Mapping):
@@ -26,7 +26,7 @@ def is_arrays(data: Any) -> bool:
 def batches_of_arrays(
     data: Any, target: Any, *, batch_size: int | None, shuffle: bool, seed: int, what: str
 ) -> Any:
-    """What a call of the Trainer was given, arrays as batches and everything else as it is."""
+    """Arguments of a Trainer call, with arrays as batches and everything else unchanged."""
     if target is None and not is_arrays(data):
         if batch_size is not None:
             raise ConfigError(
@@ -91,7 +91,7 @@ def _converted(data: Any) -> Any:
         raise ConfigError(
             f"an array of {array.dtype} holds no numbers. Nothing was started; encode it first."
         )
-    # As Keras does: weights are float32, and numpy's default is not.
+    # As in Keras: weights are float32, and numpy's default is not.
     array = array.astype(np.float32) if array.dtype == np.float64 else array
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)

@@ -44,10 +44,10 @@ OTHER_LOSSES = {
     "binary_cross_entropy_with_logits": "bce_with_logits",
     "logloss": "bce_with_logits",
 }
-"""Names of Keras, torch's functions and others. Keras's take logits here: a softmax or sigmoid at the model's end is left out."""
+"""Names in Keras, torch's functions and others. Keras's take logits here: omit a softmax or sigmoid at the model's end."""
 
 ELEMENTWISE = ("bce", "bce_with_logits", "mse", "mae", "smooth_l1", "huber", "poisson_nll")
-"""Losses of each element of the output with the same one of the target."""
+"""Losses that compare each element of the output with the same element of the target."""
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): kind
@@ -61,7 +61,9 @@ SCALES: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt}
 """`scale_lr`: factor of the learning rate, by the number of workers that each have a batch of the given size."""
 
 LR_SCALE = "lr_scale"
-"""Setting of a parameter group: the factor that its learning rate holds. In checkpoints, for a resume at another number of workers."""
+"""Setting of a parameter group: the factor included in its learning rate. In checkpoints, for a resume
+at another number of workers.
+"""
 
 
 def loss_named(name: str) -> nn.Module:
@@ -79,7 +81,7 @@ def loss_named(name: str) -> nn.Module:
 
 
 def _refuse_broadcast(loss: nn.Module, given: tuple[Any, ...]) -> None:
-    """torch would compare each of N outputs with each of N targets, and only warn."""
+    """Refuse shapes that torch would broadcast, comparing each of N outputs with each of N targets, with only a warning."""
     output, target = given
     if (
         not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor))
@@ -119,7 +121,7 @@ def optimizer_named(
         except (TypeError, ValueError) as error:
             raise ConfigError(f"optimizer='{name}' cannot be built: {error}. Nothing was trained.") from None
 
-    build([nn.Parameter(torch.zeros(1, 1))])  # a matrix: Muon takes nothing else
+    build([nn.Parameter(torch.zeros(1, 1))])  # a matrix: Muon accepts nothing else
     return build
 
 
@@ -152,7 +154,7 @@ def scale_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> tor
 
 
 def rescale_learning_rates(optimizer: torch.optim.Optimizer | None, scheduler: Any, factor: float) -> None:
-    """After a checkpoint of another number of workers was loaded: learning rates that hold this job's factor."""
+    """Set learning rates to this job's factor, after loading a checkpoint of another number of workers."""
     ratios = []
     for group in optimizer.param_groups if optimizer is not None else ():
         ratios.append(factor / group[LR_SCALE])
@@ -164,7 +166,7 @@ def rescale_learning_rates(optimizer: torch.optim.Optimizer | None, scheduler: A
 
 
 def _rescale_scheduler(scheduler: Any, ratios: list[float]) -> None:
-    """Rates of each group that it keeps itself, and those of the schedulers that it is made of."""
+    """Rescale the rates that a scheduler keeps per group, and those of the schedulers it is made of."""
     for name in ("base_lrs", "max_lrs", "min_lrs", "_last_lr"):
         rates = getattr(scheduler, name, None)
         if isinstance(rates, list) and len(rates) == len(ratios):

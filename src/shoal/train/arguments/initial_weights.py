@@ -1,8 +1,7 @@
-"""`init_from`: weights to begin with, from a checkpoint, a safetensors file or a .pth file, whole or in part.
+"""`init_from`: initial weights, from a checkpoint, a safetensors file or a .pth file, whole or in part.
 
-Runs on every rank before a strategy has cut or moved anything. A resumed or
-replaced worker takes over newer weights afterwards. A .pth file is read with
-weights only: nothing in it is executed.
+Runs on every rank before a strategy has partitioned or moved anything. A resumed or replaced worker
+loads newer weights afterwards. A .pth file is read with weights only: nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """What became of each tensor."""
+    """Result for each tensor."""
 
     loaded: list[str]
     skipped: dict[str, str]
-    """Of the file alone, or of another shape: and why."""
+    """Tensors only in the file, or of another shape, with the reason."""
 
     missing: list[str]
-    """Tensors of the model that the file has nothing for: they stay as they were built."""
+    """Tensors of the model missing in the file: they keep their initial values."""
 
     untouched: list[str]
-    """Layers of the model of which nothing was loaded."""
+    """Layers of the model without any loaded tensor."""
 
     def describe(self, path: str) -> str:
         said = [
@@ -54,7 +53,7 @@ class LoadedWeights:
 
 @torch.no_grad()
 def initialise(model: nn.Module, path: str | os.PathLike[str], *, is_partial: bool) -> LoadedWeights:
-    """Copy what fits into the model; refuses, before anything is copied, what would leave a part of it as it was built."""
+    """Copy matching weights into the model; first refuses a file that would leave a part of it unloaded."""
     url = os.fspath(path)
     held = _read(url)
     own = {
@@ -124,7 +123,7 @@ def _read(url: str) -> dict[str, Tensor]:
 def _read_pickled(url: str, source: Any) -> dict[str, Tensor]:
     try:
         found = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle raises whatever its bytes lead to
+    except Exception as error:  # a damaged pickle may raise anything
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise CheckpointError(
             f"{url} cannot be read as weights alone ({why}). Nothing was loaded, and nothing in it was "
@@ -143,7 +142,7 @@ def _read_pickled(url: str, source: Any) -> dict[str, Tensor]:
 
 
 def _without_prefix(held: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names without what DistributedDataParallel, torch.compile and Lightning put before them, if the model has none of it."""
+    """Names without the prefixes of DistributedDataParallel, torch.compile and Lightning, if the model has none."""
     for prefix in ("module.", "_orig_mod.", "model."):
         if all(name.startswith(prefix) for name in held) and not any(name.startswith(prefix) for name in own):
             return {name.removeprefix(prefix): tensor for name, tensor in held.items()}

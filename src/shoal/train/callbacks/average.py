@@ -68,8 +68,8 @@ class WeightAverage(Callback):
                 for average, weight in self._pairs(trainer.train_job.model):
                     average.lerp_(weight, 1 - self._decay)
 
-        self._remove()  # of a fit that an error ended
-        # Within the commit, not after it: a rank that is given the step by another has both, or neither.
+        self._remove()  # left by a fit that an error ended
+        # Within the commit, not after it: a rank that receives the step from a donor has both, or neither.
         self._hook = optimizer.register_step_post_hook(update)
 
     def on_fit_end(self, trainer: Trainer) -> None:
@@ -132,14 +132,14 @@ class KeptAverage(Callback):
         if trainer.rank == 0:
             kept = [self._averaged(piece, pieces) for name, piece in pieces.items() if name.startswith(MODEL)]
             write_checkpoint(path, kept, progress={"step": trainer.step, "epoch": trainer.epoch})
-        trainer.strategy.reduce(torch.zeros(1))  # nobody goes on before it is there
+        trainer.strategy.reduce(torch.zeros(1))  # barrier: no rank goes on before it is written
         if self._use:
             saving.load_model(trainer, path)
 
     @torch.no_grad()
     def _averaged(self, piece: Piece, pieces: dict[str, Piece]) -> Piece:
         average = pieces.get(f"{OPTIMIZER}{piece.name.removeprefix(MODEL)}/{AVERAGE}")
-        # A buffer, a frozen parameter, or one that never had a gradient: it is what it is.
+        # A buffer, a frozen parameter, or one that never had a gradient: its own value.
         return piece if average is None else replace(piece, tensor=self._newest(average.tensor, piece.tensor))
 
     def _newest(self, average: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -193,12 +193,12 @@ class SWA(KeptAverage):
 
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
         if trainer.num_skipped_steps == self._num_skipped:
-            self._set(trainer, 0.0)  # the update has taken it
+            self._set(trainer, 0.0)  # the update has included it
         self._num_skipped = trainer.num_skipped_steps
 
     def on_epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
         if trainer.epoch >= self._start_epoch:
-            # By the next update, before it changes them; by on_fit_end where there is none.
+            # By the next update, before it changes them; by on_fit_end if there is none.
             self.num_averaged += 1
             self._set(trainer, 1.0 / self.num_averaged)
 
@@ -217,11 +217,11 @@ class SWA(KeptAverage):
         self._pending = float(optimizer.param_groups[0][TAKE])
         super().on_fit_end(trainer)
         if self._use and self._pending:
-            self._set(trainer, 1.0)  # the weights are the average now; another fit goes on from it
+            self._set(trainer, 1.0)  # the weights are the average now; another fit starts from it
 
     def _averaged(self, piece: Piece, pieces: dict[str, Piece]) -> Piece:
         if self._pending == 1.0 and f"{OPTIMIZER}{piece.name.removeprefix(MODEL)}/{AVERAGE}" not in pieces:
-            return piece  # the first one is what the weights are
+            return piece  # the first average equals the weights
         return super()._averaged(piece, pieces)
 
     def _newest(self, average: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

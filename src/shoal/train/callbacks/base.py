@@ -36,7 +36,7 @@ _ELSEWHERE = {
     "on_save": "on_checkpoint",
     "on_log": "on_step_end",
 }
-"""Hooks of Keras, Lightning and transformers, and the one that is called here at that moment."""
+"""Hooks of Keras, Lightning and transformers, and the equivalent one here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +63,30 @@ class StepLogs:
 
 
 class Callback:
-    """Something to do beside training. Every hook may be left out.
+    """Base of callbacks. Every hook is optional.
 
-    What a hook raises is the script's own error and ends the run with its
-    traceback. A hook of a callback that runs on rank 0 alone must not call
-    anything collective (saving, evaluating): the other ranks would not come.
+    An exception in a hook is the script's own error and ends the run with its traceback. A hook of
+    a callback that runs on rank 0 alone must not call anything collective (saving, evaluating): the
+    other ranks would not take part.
     """
 
     ranks: ClassVar[Literal["zero", "every"]] = "zero"
-    """Where it runs: on rank 0 (what writes, prints, reports) or on every rank (what saves or decides)."""
+    """Where it runs: on rank 0 (to write, print, report) or on every rank (to save or decide)."""
 
     runs_last: ClassVar[bool] = False
-    """True for those that save, so that what they save holds the others' state of the same moment."""
+    """True for callbacks that save, so that the checkpoint has the others' state of the same moment."""
 
     last_step: int | None = None
-    """A step after which every fit ends. Known before it comes and equal on all ranks, so that nobody has to be asked."""
+    """Step after which every fit ends. Known in advance and equal on all ranks, so that no exchange is needed."""
 
     checkpoint_directory: str | None = None
     """Where it saves checkpoints, if not in the run directory: a resumed fit looks there too."""
 
     average_decay: float | None = None
-    """Not None where the optimizer keeps an average of the weights: its decay, or 0 where the callback says when."""
+    """Not None if the optimizer keeps an average of the weights: its decay, or 0 if the callback decides when."""
 
     full_every: int = 1
-    """Of so many checkpoints one holds tables on servers whole, and the others rows that changed."""
+    """One of this many checkpoints holds tables on servers completely, the others only changed rows."""
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """A fit begins, or goes on from a checkpoint: `trainer.step` says where."""
@@ -107,18 +107,18 @@ class Callback:
         """An error or a signal (`shoal.errors.Interrupted`) ends the fit, and is raised again after this."""
 
     def on_checkpoint(self, trainer: Trainer, path: str) -> None:
-        """A checkpoint that was wished for is written."""
+        """A requested checkpoint is written."""
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint: numbers, strings, lists and dicts."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the result of `state`."""
 
 
 def refuse_unknown_hooks(callback: Callback) -> None:
-    """A method that is named like a hook and is none would never be called."""
+    """Refuse a method named like another library's hook, which would never be called."""
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for name in dir(type(callback)):
         if not name.startswith("on_") or name in hooks or not callable(getattr(type(callback), name)):
@@ -141,7 +141,7 @@ class CallbackList:
                     f"callbacks must hold instances of shoal.callbacks.Callback, got {callback!r}."
                 )
             refuse_unknown_hooks(callback)
-        # Those that save come last, so that what they save holds the others' state of the same moment.
+        # Callbacks that save come last, so that the checkpoint has the others' state of the same moment.
         self._all = sorted(callbacks, key=lambda callback: callback.runs_last)
         self._here = [callback for callback in self._all if callback.ranks == "every" or rank == 0]
         self._standing: list[Any] | None = None
@@ -160,7 +160,7 @@ class CallbackList:
             if trainer.job.num_workers == 1 or getattr(run, "__module__", "shoal.").startswith("shoal."):
                 run(trainer, *args)
                 continue
-            # Reading all weights takes time: at every other step only what torch itself counts.
+            # Reading all weights takes time: at other steps only torch's version counters are compared.
             self._is_deep = callback.ranks == "zero" and (
                 hook != "on_step_end" or trainer.step.bit_count() == 1
             )
@@ -173,7 +173,7 @@ class CallbackList:
                 _refuse_changes(callback, hook, trainer, changed)
 
     def failed(self, trainer: Trainer, error: BaseException) -> None:
-        """Tell of what ends the fit. What a hook raises is said, and does not hide it."""
+        """Report the end of the fit by an error. An exception in a hook is printed, and does not hide the error."""
         for callback in self._here:
             try:
                 callback.on_exception(trainer, error)
@@ -190,9 +190,9 @@ class CallbackList:
             self._standing = self._look(trainer)
 
     def _look(self, trainer: Trainer) -> list[Any]:
-        """What changes when a callback changes the model or the optimizer, in the order of `_PARTS`.
+        """Values that change when a callback changes the model or the optimizer, in the order of `_PARTS`.
 
-        With `_is_deep` what was written by way of `.data` too, of which torch keeps no count.
+        With `_is_deep` also writes through `.data`, which torch does not count.
         """
         model, optimizer = trainer.train_job.model, trainer.strategy.optimizer
         parameters = list(model.parameters())
@@ -212,13 +212,13 @@ class CallbackList:
         return [{"callback": type(each).__name__, "state": each.state()} for each in self._all]
 
     def load_state(self, saved: list[dict[str, Any]]) -> None:
-        """By class, the first to the first: a script may have more or fewer of them than the one that saved."""
+        """By class, in order: a script may have more or fewer callbacks than the one that saved."""
         left = list(saved)
         for callback in self._all:
             own = next((entry for entry in left if entry["callback"] == type(callback).__name__), None)
             if own is not None:
                 left.remove(own)
-                # A user's callback may save what it likes.
+                # A user's callback may save anything.
                 if type(callback).__module__.startswith("shoal.") and (
                     problem := unlike(
                         own["state"], callback.state(), type(callback).__name__, may_be_none=True
@@ -229,7 +229,7 @@ class CallbackList:
 
 
 def average_decay(callbacks: CallbackList) -> float | None:
-    """Decay of the average that the optimizer keeps; None where no callback asks for one."""
+    """Decay of the average that the optimizer keeps; None if no callback asks for one."""
     asking = [each for each in callbacks if each.average_decay is not None]
     if len(asking) > 1:
         raise ConfigError(
@@ -244,11 +244,11 @@ _PARTS = ("weights", "buffers", "requires_grad", "settings of the optimizer")
 
 @torch.no_grad()
 def _norms(parameters: Sequence[Tensor]) -> list[Any]:
-    # What is here of them: a norm over the ranks would have to be summed by all of them.
+    # Local values only: a norm over the ranks would be a collective.
     here = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
     held = [each for each in here if each.is_floating_point() and not each.is_meta and each.numel()]
     norms = [float(norm) for norm in torch._foreach_norm(held)] if held else []
-    return [*(each.data_ptr() for each in held), *map(repr, norms)]  # by repr nan is nan
+    return [*(each.data_ptr() for each in held), *map(repr, norms)]  # by repr, since nan != nan
 
 
 def _refuse_changes(callback: Callback, hook: str, trainer: Trainer, changed: list[str]) -> None:

@@ -59,7 +59,7 @@ class CSVLog(Callback):
             rows = self._read()
             self._columns += new
             self._rewrite(rows)
-        # Opened for each row: what is written is there, whatever becomes of this process.
+        # Opened for each row, so that every written row survives this process.
         with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerow(row)
 
@@ -83,17 +83,16 @@ def _keeps_row(row: dict[str, Any], every: str, trainer: Trainer) -> bool:
     try:
         step, epoch = int(row["step"]), int(row["epoch"])
     except (KeyError, TypeError, ValueError):
-        return False  # torn by a kill
-    # An epoch whose end comes again, because the checkpoint was saved just before it, is written again.
+        return False  # truncated by a kill
+    # An epoch whose end is repeated, because the checkpoint was saved just before it, is written again.
     return None not in row.values() and step <= trainer.step and (every == "step" or epoch < trainer.epoch)
 
 
 class JSONLog(Callback):
     """Writes {"event": "step", ...} for every step and {"event": "epoch", ...} for every epoch, one per line.
 
-    A resumed run drops the lines beyond the step it goes on from, so that none
-    is there twice; a run that begins at step 0 begins the file anew. What is
-    not a finite number is null.
+    A resumed run drops the lines beyond the step it goes on from, so that none is there twice; a
+    run that begins at step 0 begins the file anew. Non-finite numbers are null.
 
     Args:
         path: the file; by default log.jsonl in the run directory.
@@ -123,7 +122,7 @@ class JSONLog(Callback):
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
-        # Opened for each line: what is written is there, whatever becomes of this process.
+        # Opened for each line, so that every written line survives this process.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite) + "\n")
 
@@ -131,11 +130,11 @@ class JSONLog(Callback):
 def _keeps_line(line: str, trainer: Trainer) -> bool:
     try:
         values = json.loads(line)
-        # An epoch whose end comes again, because the checkpoint was saved just before it, is written again.
+        # An epoch whose end is repeated, because the checkpoint was saved just before it, is written again.
         over = values["event"] == "step" or values["epoch"] < trainer.epoch
         return bool(values["step"] <= trainer.step and over)
     except (ValueError, KeyError, TypeError):
-        return False  # torn by a kill
+        return False  # truncated by a kill
 
 
 class LearningRateMonitor(Callback):
@@ -153,7 +152,9 @@ def named_rates(rates: list[float]) -> dict[str, float]:
 
 
 class StepInterval:
-    """Whether a step is to be reported: the first at or after every multiple, because rounds of mapreduce end many steps at once."""
+    """Whether a step is reported: the first at or after every multiple, because rounds of mapreduce
+    end many steps at once.
+    """
 
     def __init__(self, callback: Callback, every_steps: int) -> None:
         if not isinstance(every_steps, int) or every_steps < 1:
@@ -189,7 +190,7 @@ class TensorBoard(Callback):
     def on_fit_begin(self, trainer: Trainer) -> None:
         directory = self._directory or str(trainer.run_dir / "tensorboard")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its own deprecations are not the user's business
+            warnings.simplefilter("ignore")  # its own deprecation warnings do not concern the user
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:

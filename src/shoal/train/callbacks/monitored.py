@@ -39,7 +39,7 @@ class ModelCheckpoint(Callback):
     `best_path` and `best_value` say where the best one is.
     """
 
-    # Saving is collective: every rank comes to the same point, or none.
+    # Saving is collective: every rank takes part, or none.
     ranks: ClassVar[Literal["zero", "every"]] = "every"
     runs_last: ClassVar[bool] = True
 
@@ -102,9 +102,8 @@ class ModelCheckpoint(Callback):
     def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
         before, self._seen_step = self._seen_step, trainer.step
         every = self._every_steps
-        if (
-            every is not None and trainer.step // every > before // every
-        ):  # others' steps may have come between
+        # Other workers' steps may have come between.
+        if every is not None and trainer.step // every > before // every:
             if getattr(trainer.strategy, "has_diverged", False):
                 trainer.wish_checkpoint()  # when the workers have one model again
             else:
@@ -118,7 +117,7 @@ class ModelCheckpoint(Callback):
 
     def on_epoch_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
         best = self._monitor is not None and bool(self._monitor.improved(logs))
-        if best:  # before saving, so that the checkpoint knows that it is the best
+        if best:  # before saving, so that the checkpoint records that it is the best
             self.best_path = step_path(self._directory(trainer), trainer.step)
         if best or (self._every_epochs is not None and trainer.epoch % self._every_epochs == 0):
             self._save(trainer)
@@ -143,7 +142,7 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer) -> None:
         path = step_path(self._directory(trainer), trainer.step)
-        # Resumed from one that was saved after an epoch's last step, that epoch's end is simply run again.
+        # Resumed from a checkpoint after an epoch's last step, the end of that epoch is run again.
         if self._saved_path != path:
             path = trainer.save_checkpoint(self._directory(trainer), background=True)
         self._saved(trainer, path)
@@ -175,7 +174,7 @@ class EarlyStopping(Callback):
             `trainer.load` can read, too.
     """
 
-    # The logs are equal on every rank, so that all come to the same decision; restoring is collective.
+    # The logs are equal on every rank, so all decide alike; restoring is collective.
     ranks: ClassVar[Literal["zero", "every"]] = "every"
 
     def __init__(
@@ -238,8 +237,8 @@ class EarlyStopping(Callback):
 class StopAtStep(Callback):
     """Stops once the step of that number, counted over all fits of the run, is done.
 
-    Says so beforehand: `trainer.stop()` is decided with the next commit, which
-    would be one step late.
+    Announced in advance: `trainer.stop()` is decided with the next commit, which would be one step
+    late.
     """
 
     ranks: ClassVar[Literal["zero", "every"]] = "every"

@@ -1,10 +1,9 @@
 """Callbacks that report to experiment trackers: MLflow, Weights & Biases, OpenTelemetry.
 
-A tracker is an optional package, imported when a fit begins. What cannot begin is
-refused before the first step; what fails later (a server that is away, also for a
-replaced rank 0 or a resumed run, a full disk) is said once, and training goes on
-without it. A replaced rank 0 and a resumed run go on with the run they had at the
-tracker, whose name is kept in the run directory.
+A tracker is an optional package, imported when a fit begins. A tracker that cannot start is refused
+before the first step; a later failure (a server that is away, also for a replaced rank 0 or a
+resumed run, a full disk) is reported once, and training goes on without it. A replaced rank 0 and a
+resumed run continue their run at the tracker, whose name is kept in the run directory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 CLOSE_S = 30.0
-"""For a tracker to take what is left at the end of a fit. One that does not answer must not hold the job."""
+"""Time for a tracker to flush at the end of a fit. One that does not answer must not block the job."""
 
 
 class FitOutcome(StrEnum):
@@ -49,12 +48,12 @@ class Tracker(Callback, abc.ABC):
         """`every_steps`: report every so many steps, and every epoch."""
         self._interval = StepInterval(self, every_steps)
         self._is_open = False
-        self._known = ""  # the run at the tracker: a later fit goes on with it
+        self._known = ""  # the run at the tracker: a later fit continues it
         self._before: tuple[float, int] | None = None
 
     @abc.abstractmethod
     def _open(self, trainer: Trainer, known: str, about: dict[str, Any]) -> str:
-        """Begin, or go on with `known`; its name there. `about` describes the run."""
+        """Begin, or continue `known`; returns its name there. `about` describes the run."""
 
     @abc.abstractmethod
     def _report(self, values: dict[str, float], step: int) -> None:
@@ -62,11 +61,11 @@ class Tracker(Callback, abc.ABC):
 
     @abc.abstractmethod
     def _close(self, outcome: FitOutcome) -> None:
-        """See that all is there, and say how it ended."""
+        """Flush, and report the outcome."""
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         if self._is_open:
-            return  # a second fit of the same Trainer goes on
+            return  # a second fit of the same Trainer continues
         job = trainer.job
         note = trainer.run_dir / f"{self.package}.run"
         if job.launched and not self._known:
@@ -85,7 +84,7 @@ class Tracker(Callback, abc.ABC):
         try:
             opened = self._open(trainer, self._known, about)
         except Exception as error:
-            if not is_first:  # a replacement or a resumed run: what is trained is worth more
+            if not is_first:  # a replacement or a resumed run: training matters more than reporting
                 self._give_up(error)
                 return
             if not isinstance(error, ImportError):
@@ -98,7 +97,7 @@ class Tracker(Callback, abc.ABC):
                 f"`pip install 'shoal[{self.package}]'`, or leave the callback out."
             ) from None
         if job.launched and opened:
-            with contextlib.suppress(OSError):  # then a resumed run is another one there
+            with contextlib.suppress(OSError):  # then a resumed run is a new one there
                 note.write_text(opened, encoding="utf-8")
         self._is_open, self._known, self._before = True, opened, None
         self._interval.begin(trainer.step)
@@ -147,7 +146,7 @@ class Tracker(Callback, abc.ABC):
     def _try(self, values: dict[str, float], step: int) -> None:
         try:
             self._report({name: float(value) for name, value in values.items() if math.isfinite(value)}, step)
-        except Exception as error:  # whatever a client may raise: training does not end for it
+        except Exception as error:  # a client may raise anything: training goes on
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
@@ -201,7 +200,7 @@ class MLflow(Tracker):
 
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
-        # In a thread of MLflow's: a slow server keeps no step.
+        # In MLflow's own thread: a slow server delays no step.
         self._client.log_batch(self._run, metrics=metrics, synchronous=False)
 
     def _close(self, outcome: FitOutcome) -> None:

@@ -23,10 +23,10 @@ from shoal.parallel.protocol import Piece
 from shoal.runtime import memory
 
 LEAST_BYTES = 16 << 20
-"""A smaller state is written at once: that takes some milliseconds, and it is there when the step is over."""
+"""A smaller state is written synchronously: that takes some milliseconds, and it is complete when the step is over."""
 
 _ALIGNED_BYTES = 64
-_ROOM = 1.2  # of a copy's size that has to be free, so that nobody else is short of memory
+_ROOM = 1.2  # free memory required, relative to a copy, so that other processes are not short of it
 _GIVE_UP_S = 10.0
 
 
@@ -39,17 +39,17 @@ class BackgroundWriter:
         self._after: list[Callable[[], object]] = []
         self._then: list[Callable[[], None]] = []
         self._changing = threading.Lock()
-        self._is_open = False  # whether the thread will look for more to do
+        self._is_open = False  # whether the thread will look for more work
         self._began_at = 0.0
         self._has_noted = False
         self.copies = Copies()
         self.gives_up = threading.Event()
-        """Set when nobody waits for what is being written any more."""
+        """Set when nothing waits for the write in progress any more."""
 
     def start(
         self, write: Callable[[], None], *, then: Callable[[], None], after: Callable[[], object]
     ) -> None:
-        """Write in the background, and `then` clean up there; `after` runs in the main thread, once it is there."""
+        """Write in the background, and `then` clean up there; `after` runs in the main thread, once it is written."""
         self.wait()
         self._began_at = time.monotonic()
         self.gives_up.clear()
@@ -60,7 +60,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what the last one failed with, and do what its end asks for."""
+        """Raise the error of the last write, and run its `after`."""
         if self._thread is None or self._thread.is_alive():
             return
         self._thread.join()
@@ -73,7 +73,7 @@ class BackgroundWriter:
             each()
 
     def wait(self, *, is_back_pressure: bool = False) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._thread is not None and self._thread.is_alive():
             if is_back_pressure and not self._has_noted:
                 self._has_noted = True
@@ -88,7 +88,9 @@ class BackgroundWriter:
         self.check()
 
     def abandon(self) -> None:
-        """At the end of a fit: give the memory back; where it failed, what is being written may finish, and nothing is raised."""
+        """At the end of a fit: free the memory; if the fit failed, the write in progress may finish,
+        and nothing is raised.
+        """
         self.copies = Copies()
         if self._thread is not None:
             self._thread.join(_GIVE_UP_S)
@@ -97,7 +99,7 @@ class BackgroundWriter:
                 self.check()
 
     def then(self, clean_up: Callable[[], None]) -> None:
-        """Have the thread do this, too, after what it writes; at once where it writes nothing."""
+        """Run this in the thread after the present write; at once if there is none."""
         with self._changing:
             if self._is_open:
                 self._then.append(clean_up)
@@ -122,13 +124,13 @@ class BackgroundWriter:
 
 
 class Copies:
-    """Memory for copies of a state, kept from one checkpoint to the next: to fault in fresh pages takes longer than the copy."""
+    """Memory for copies of a state, reused between checkpoints: page faults in fresh memory take longer than the copy."""
 
     def __init__(self) -> None:
         self._block: mmap.mmap | None = None
 
     def block(self, num_bytes: int, *, num_sharers: int) -> mmap.mmap | None:
-        """So much memory; None where there is no room for it."""
+        """A block of this size; None if there is no room for it."""
         if self._block is not None and len(self._block) == num_bytes:
             return self._block
         self._block = None
@@ -139,7 +141,7 @@ class Copies:
 
 
 def copied(pieces: Sequence[Piece], copies: Copies, *, num_sharers: int = 1) -> list[Piece] | None:
-    """The pieces in memory of their own; None where it is not worth it, or there is no room. `num_sharers`: workers that copy now."""
+    """The pieces copied in memory; None if it is not worth it, or there is no room. `num_sharers`: workers that copy now."""
     sizes = {_memory_of(piece): piece.tensor.nbytes for piece in pieces}
     num_bytes = sum(_aligned(size) for size in sizes.values())
     if not num_bytes or num_bytes < LEAST_BYTES:
@@ -147,7 +149,7 @@ def copied(pieces: Sequence[Piece], copies: Copies, *, num_sharers: int = 1) -> 
     block = copies.block(num_bytes, num_sharers=num_sharers)
     if block is None:
         return None
-    # A page fault for 2 MiB each: most of the time of a copy into fresh memory.
+    # One page fault per 2 MiB: faults are most of the time of a copy into fresh memory.
     system.use_huge_pages(block)
     made: dict[object, torch.Tensor] = {}
     position = 0

@@ -1,8 +1,8 @@
-"""Tables of an incremental checkpoint: the rows of its base, with those that changed since in their place.
+"""Tables of an incremental checkpoint: the rows of its base, updated by those that changed since.
 
-A piece that names a piece of keys holds only rows that changed. The keys of a
-table increase in both checkpoints, and the keys of rows that are gone lie
-beside them. Knows nothing of files; checkpoint.py reads and verifies them.
+A piece that names a piece of keys holds only rows that changed. The keys of a table increase in
+both checkpoints, and the keys of deleted rows are stored beside them. Independent of files;
+checkpoint.py reads and verifies them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MergedKeys:
-    """Keys of a table as it is by now, and where each row comes from."""
+    """Present keys of a table, and the source of each row."""
 
     keys: NDArray[np.int64]
     of_base: NDArray[np.int64]
-    """Rows of the base that are still as they were there."""
+    """Rows of the base that are unchanged."""
 
     at_of_base: NDArray[np.int64]
     """Their places among `keys`."""

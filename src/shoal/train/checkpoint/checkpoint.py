@@ -1,10 +1,9 @@
 """Checkpoints: a directory of safetensors files and a manifest with their hashes.
 
-`write_checkpoint` lays pieces out in files and describes them; `open_checkpoint`
-trusts nothing before sizes and hashes match the manifest. Pieces are whole
-tensors or parts of one: a reader gets whole tensors by name, whoever wrote
-them. Steps are in the names of the directories (`step-000000500`), so that
-nothing needs to be read to put them in order. Atomic writes are storage.py's.
+`write_checkpoint` lays pieces out in files and describes them; `open_checkpoint` trusts nothing
+before sizes and hashes match the manifest. Pieces are whole tensors or parts of one: a reader gets
+whole tensors by name, whatever the writers' sharding was. Steps are in the names of the directories
+(`step-000000500`), so that ordering them needs no read. Atomic writes are storage.py's.
 """
 
 from __future__ import annotations
@@ -57,18 +56,18 @@ from shoal.train.checkpoint.storage import (
 
 MODEL = "model/"
 
-_LOOK_EVERY_S = 0.02  # for the parts of other ranks
+_LOOK_EVERY_S = 0.02  # poll interval for the parts of other ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was found whole."""
+    """A verified checkpoint."""
 
     path: str
     """As it was asked for."""
 
     progress: dict[str, Any]
-    """What `write_checkpoint` was given beside the tensors."""
+    """Values given to `write_checkpoint` beside the tensors."""
 
     pieces: Pieces
     """Whole tensors by piece name, read when asked for."""
@@ -88,11 +87,12 @@ def write_checkpoint(
     first word of its name. `previous` is named as safe when writing fails.
     `base` is the checkpoint beside it that has the rows which did not change.
     """
-    held = list(pieces)  # all of it, before the disk can fail: giving pieces may be collective
+    held = list(pieces)  # all of it, before the disk can fail: iterating pieces may be collective
     layout = _lay_out(held)
     plain = to_plain(progress, "progress")
     place = Place.at(url)
-    # Libraries for remote storage raise what they like; a local disk raises OSError, and the rest is our own mistake.
+    # Libraries for remote storage raise any type of error; a local disk raises OSError, and anything else
+    # is a bug here.
     refusals: type[Exception] = OSError if place.local is not None else Exception
     try:
         with writing(place) as open_file:
@@ -122,8 +122,9 @@ def write_checkpoint(
 class PartedCheckpoint:
     """A checkpoint to a local directory that all ranks see; each rank writes the parts that it holds.
 
-    Rank 0 begins it before anybody writes, and ends it: the manifest, last, once every rank's list of parts is there. Old
-    or new and whole at any moment, as with `write_checkpoint`.
+    Rank 0 begins it before any rank writes, and ends it: the manifest, last, once every rank's list
+    of parts is there. At any moment the directory holds the old or the new checkpoint, complete, as
+    with `write_checkpoint`.
     """
 
     def __init__(self, url: str, *, rank: int, num_ranks: int, previous: str | None) -> None:
@@ -145,7 +146,7 @@ class PartedCheckpoint:
             raise self._failed(error, 0) from error
 
     def write(self, pieces: list[Piece], progress: dict[str, Any], gives_up: threading.Event) -> None:
-        """This rank's parts; on rank 0 the end, too."""
+        """Write this rank's parts; on rank 0 also finish the checkpoint."""
         try:
             self._write_own(pieces)
             if self._rank == 0:
@@ -153,7 +154,7 @@ class PartedCheckpoint:
         except FileNotFoundError as error:
             if self._rank == 0:
                 raise self._failed(error, 0) from error
-            # Another rank has failed and says why.
+            # Another rank has failed and reports why.
         except OSError as error:
             raise self._failed(error, sum(piece.tensor.nbytes for piece in pieces)) from error
         finally:
@@ -175,7 +176,7 @@ class PartedCheckpoint:
             listed = self._folder / self._listed(self._rank)
             os.rename(f"{listed}.new", listed)
         except OSError:
-            shutil.rmtree(self._folder, ignore_errors=True)  # nobody waits for this rank's part
+            shutil.rmtree(self._folder, ignore_errors=True)  # no rank waits for this rank's part
             raise
 
     def _end(self, progress: dict[str, Any], gives_up: threading.Event) -> None:
@@ -222,9 +223,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint at `url`, once every file has the size and the hash that were written.
 
-    `verify=False` reads no file but the manifest and looks at the sizes alone:
-    for a rank that reads what another has just verified. `verify_base` is the
-    same for the checkpoints that this one builds on.
+    `verify=False` reads no file but the manifest and checks only sizes: for a rank that reads what
+    another has just verified. `verify_base` is the same for the checkpoints that this one builds
+    on.
     """
     place = Place.at(url)
     if not place.has(MANIFEST):
@@ -271,7 +272,7 @@ def _open_base(place: Place, record: BaseRecord, *, verify: bool) -> Pieces:
 
 
 def _base_place(place: Place, record: BaseRecord) -> Place | None:
-    """The base, beside it; or one level up, where later checkpoints of an earlier run were set aside."""
+    """The base, beside it; or one level up, if later checkpoints of an earlier run were set aside."""
     # A path may be relative, or a link to the checkpoint.
     url = place.url.rstrip("/") if place.local is None else str(place.local.resolve())
     beside = url.rpartition("/")[0]
@@ -299,7 +300,7 @@ def _bases(place: Place) -> Iterator[str]:
             record = decode_manifest(source.read(), place.url).base
     except (OSError, CheckpointError):
         return
-    # An older one: what a damaged manifest names cannot lead in a circle.
+    # Only older ones: a damaged manifest cannot lead in a circle.
     if record is None or (step_of(record.name) or 0) >= (step_of(_name(place)) or 0):
         return
     if (found := _base_place(place, record)) is not None:
@@ -351,7 +352,7 @@ class Pieces(PartReader):
         return keys.merge(self._base[name], self._own(name))
 
     def _own(self, name: str) -> Tensor:
-        """As it is in this checkpoint."""
+        """The piece as stored in this checkpoint."""
         shape = tuple(self._parts[name][0].global_shape)
         return self._own_part(name, (0,) * len(shape), shape)
 
@@ -364,7 +365,7 @@ class Pieces(PartReader):
         return self._merged[name]
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """What lies there, from all the files that have some of it."""
+        """The part at `offset`, from all the files that have some of it."""
         if not self._parts[name][0].changed_keys:
             return self._own_part(name, offset, shape)
         within = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
@@ -416,7 +417,7 @@ class Pieces(PartReader):
                     raise CheckpointDamaged(path=self._place.url, problem=problem)
 
     def _not_changes_of_base(self, record: PieceRecord) -> str | None:
-        """Why this cannot be rows that changed since the base."""
+        """Reason why this cannot be rows that changed since the base."""
         keys = self._parts.get(record.changed_keys)
         if self._base is None or keys is None or GONE + record.changed_keys not in self._parts:
             return f"{record.name} has changed rows only, and nothing says of which"
@@ -480,7 +481,7 @@ class _Box:
 class _File:
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
-    """Keys that are another key's tensor; kept in the file's metadata, where other readers of the format look."""
+    """Keys that share another key's tensor; kept in the file's metadata, where other readers of the format look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,7 +583,7 @@ def newest_first(
     *,
     verify_base: bool = True,
 ) -> Iterator[Checkpoint]:
-    """Those that are whole, opened when asked for; every one that is not is told to `on_damaged`."""
+    """Complete checkpoints, opened on demand; damaged ones are passed to `on_damaged`."""
     for place in reversed(_steps(directory)):
         try:
             found = open_checkpoint(place.url, verify_base=verify_base)
@@ -604,15 +605,15 @@ def newest_checkpoint(
     *,
     verify_base: bool = True,
 ) -> Checkpoint | None:
-    """The newest that is whole. None when there is none."""
+    """The newest complete checkpoint; None if there is none."""
     return next(newest_first(directory, on_damaged, verify_base=verify_base), None)
 
 
 def prune(directory: str | os.PathLike[str], keep_last: int, protect: Iterable[str] = ()) -> list[str]:
-    """Remove all but the last `keep_last`, those in `protect` and what these build on; return what went.
+    """Remove all but the last `keep_last`, those in `protect` and their bases; return the removed ones.
 
-    The newest that is whole always stays: the one before is given up only
-    once a newer one has been read back and verified.
+    The newest complete one always stays: the one before is removed only once a newer one has been
+    read back and verified.
     """
     if keep_last < 1:
         raise ConfigError(
@@ -624,7 +625,7 @@ def prune(directory: str | os.PathLike[str], keep_last: int, protect: Iterable[s
         return []
     newest = newest_checkpoint(directory, on_damaged=lambda damage: None, verify_base=False)
     if newest is None:
-        return []  # nothing is whole, so nothing is spare
+        return []  # nothing is complete, so nothing is spare
     names = {_name(place) for place in places} - {_name(Place.at(newest.path))}
     staying = [place for place in _steps(directory) if _name(place) not in names]
     staying += [place for aside in _set_aside(directory) for place in _steps(aside.url)]
@@ -636,7 +637,7 @@ def prune(directory: str | os.PathLike[str], keep_last: int, protect: Iterable[s
 
 
 def spaced_by_hours(directory: str | os.PathLike[str], hours: float) -> list[str]:
-    """Of the checkpoints of a directory those that are at least so many hours apart, the oldest first among them."""
+    """Checkpoints of a directory that are at least this many hours apart, beginning with the oldest."""
     spaced: list[str] = []
     last = -math.inf
     for place in _steps(directory):
@@ -651,10 +652,10 @@ _ASIDE = "before-"
 
 
 def set_aside(directory: str | os.PathLike[str], *, after_step: int) -> str | None:
-    """Move checkpoints of later steps into a folder `before-<n>` of their own; return it, None when there are none.
+    """Move checkpoints of later steps into a folder `before-<n>` of their own; return it, None if there are none.
 
-    Whoever has just saved a step cannot have written a later one: those are
-    of a run that began here earlier. Left in place, they would be the newest.
+    A process that has just saved a step cannot have written a later one: those are of a run that
+    began here earlier. Left in place, they would be the newest.
     """
     place = Place.at(directory)
     names = place.names()
@@ -792,9 +793,9 @@ def decode_manifest(text: bytes, path: str) -> Manifest:
 
 
 def _check_pieces(records: Iterable[PieceRecord]) -> None:
-    """ValueError for a part that lies outside of its tensor, and for parts that cannot make a whole one.
+    """Raise ValueError for a part outside of its tensor, and for parts that do not make a whole one.
 
-    Before anything is allocated: a size that was made up would take the memory.
+    Before anything is allocated: a forged size would exhaust the memory.
     """
     parts: dict[str, list[PieceRecord]] = {}
     for record in records:

@@ -18,13 +18,13 @@ from shoal.errors import ConfigError
 from shoal.train.checkpoint.storage import Place
 
 SEEN_WITHIN_S = 5.0
-"""Network file systems show a new file late."""
+"""Time for a new file to appear on a network file system."""
 
 AGAIN_S = 0.1
 
 
 def directories_to_check(job: Job, directories: Iterable[str | None]) -> list[str]:
-    """Those outside of the run directory's own, where a job has just started on several hosts."""
+    """Directories outside of the run directory, for a job that has just started on several hosts."""
     if not job.launched or len(set(job.rank_hosts)) < 2 or job.incarnation > 0:
         return []
     own = str(job.run_dir / "checkpoints")
@@ -32,7 +32,7 @@ def directories_to_check(job: Job, directories: Iterable[str | None]) -> list[st
 
 
 def mark(job: Job, directories: Iterable[str]) -> None:
-    """Leave a mark in each, on rank 0 and until the script ends. ConfigError where one cannot be written."""
+    """Write a mark into each, on rank 0, until the script ends. ConfigError if one cannot be written."""
     if job.rank != 0:
         return
     for directory in directories:
@@ -41,7 +41,7 @@ def mark(job: Job, directories: Iterable[str]) -> None:
         try:
             place.fs.makedirs(place.path, exist_ok=True)
             place.fs.pipe_file(path, _content(job))
-        except Exception as error:  # libraries for remote storage raise what they like
+        except Exception as error:  # libraries for remote storage raise any type of error
             raise ConfigError(
                 f"checkpoints are to be written to {directory}, which cannot be done from the host of rank 0: {error}. Nothing "
                 "was trained; give ModelCheckpoint another directory."
@@ -50,7 +50,7 @@ def mark(job: Job, directories: Iterable[str]) -> None:
 
 
 def check(job: Job, directories: Iterable[str]) -> None:
-    """Look for the marks of rank 0 from another host. ConfigError where there is none."""
+    """Look for rank 0's marks from another host. ConfigError if one is missing."""
     if job.rank_hosts[job.rank : job.rank + 1] == job.rank_hosts[:1]:
         return
     for directory in directories:
@@ -67,7 +67,7 @@ def check(job: Job, directories: Iterable[str]) -> None:
 def _is_marked(job: Job, place: Place) -> bool:
     deadline = time.monotonic() + SEEN_WITHIN_S
     while True:
-        with contextlib.suppress(Exception):  # libraries for remote storage raise what they like
+        with contextlib.suppress(Exception):  # libraries for remote storage raise any type of error
             place.fs.invalidate_cache()
             if place.fs.cat_file(place.file(_name(job))) == _content(job):
                 return True

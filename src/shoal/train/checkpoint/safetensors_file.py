@@ -40,7 +40,7 @@ _DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 4 << 20
-_MAX_HEADER_BYTES = 100_000_000  # as the format's own library
+_MAX_HEADER_BYTES = 100_000_000  # as in the format's own library
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Entry:
 
 
 def dtype_code(dtype: torch.dtype, name: str) -> str:
-    """The format's word for a dtype; `name` says whose it is in the refusal."""
+    """The format's name of a dtype; `name` identifies the tensor in the refusal."""
     code = _CODES.get(dtype)
     if code is None:
         raise ConfigError(
@@ -78,8 +78,9 @@ def dtype_of(code: str) -> torch.dtype:
 def write(
     sink: Any, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Write one file, and return its size and sha256. Tensors may lie on any device, with any strides."""
-    # Widest elements first: every tensor then begins at a multiple of its element size, which readers that map want.
+    """Write one file, and return its size and sha256. Tensors may be on any device, with any strides."""
+    # Widest elements first, so that every tensor begins at a multiple of its element size, which mapping
+    # readers want.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -131,7 +132,7 @@ def read_metadata(source: Any) -> dict[str, str]:
 def read_tensor(
     source: Any, entry: Entry, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """One tensor, or the part of it at `offset`, in fresh memory. Of a part, only the rows it is in are read."""
+    """One tensor, or the part of it at `offset`, in fresh memory. For a part, only its rows are read."""
     shape = entry.shape if shape is None else tuple(shape)
     offset = (0,) * len(shape) if offset is None else offset
     tensor = torch.empty(shape, dtype=entry.dtype)

@@ -1,9 +1,8 @@
 """Atomic writes of a directory of files, on a local disk and on remote storage.
 
-On a local disk it is written under a temporary name beside its place, synced
-and renamed; a replaced one changes places with it in one system call. Elsewhere
-nothing can be renamed at once, so the manifest is written last and taken away
-first. Knows nothing of what is in the files.
+On a local disk the directory is written under a temporary name beside its place, synced and
+renamed; an existing one is exchanged with it in one system call. Remote storage has no atomic
+rename, so the manifest is written last and removed first. Independent of the files' contents.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _TEMPORARY = re.compile(r"\.(?P<of>.+)\.tmp-[0-9a-f]{8}")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A directory by its URL: which filesystem, and where on it."""
+    """A directory by its URL: its filesystem and path."""
 
     url: str
     fs: Any
@@ -58,7 +57,7 @@ class Place:
         return Place(f"{self.url.rstrip('/')}/{name}", self.fs, f"{self.path.rstrip('/')}/{name}")
 
     def names(self) -> list[str]:
-        """Names in the directory; none when it is not there."""
+        """Names in the directory; none if it does not exist."""
         self.fs.invalidate_cache()
         try:
             return sorted(
@@ -88,7 +87,7 @@ def step_of(name: str) -> int | None:
 
 @contextlib.contextmanager
 def writing(place: Place) -> Iterator[Open]:
-    """Within it files are written; leaving it without an exception puts the directory in place."""
+    """Context in which files are written; leaving it without an exception puts the directory in place."""
     _refuse_foreign(place)
     local = place.local
     with _writing_local(local) if local is not None else _writing_elsewhere(place) as open_file:
@@ -96,7 +95,7 @@ def writing(place: Place) -> Iterator[Open]:
 
 
 def remove(place: Place) -> None:
-    """Remove a checkpoint, such that no moment shows half of one."""
+    """Remove a checkpoint atomically: no moment shows half of one."""
     if place.local is not None:
         temporary = temporary_name(place.local)
         os.rename(place.local, temporary)
@@ -116,9 +115,8 @@ def _writing_local(target: Path) -> Iterator[Open]:
     # Held until the end: a process that gets this lock knows that the directory's writer is gone.
     lock = os.open(temporary, os.O_RDONLY)
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # some network filesystems lock no directories; then nobody sweeps, either
+        # Some network filesystems cannot lock directories; then nothing is swept, either.
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield lambda name: _synced(temporary / name)
         os.fsync(lock)
@@ -161,7 +159,7 @@ def end_together(place: Place, lock: int) -> None:
     os.fsync(lock)
     replace_directory(shared_temporary(target), target)
     _sync_directory(target.parent)
-    # What was there before has changed places with it.
+    # The previous directory has been exchanged with it.
     shutil.rmtree(shared_temporary(target), ignore_errors=True)
 
 
@@ -186,7 +184,7 @@ def _synced(path: Path) -> Iterator[Any]:
 
 
 class _Whole:
-    """A raw file whose write takes all it is given: the system may take less, most of all near a full disk."""
+    """A raw file whose write takes all bytes: the system may take fewer, most of all near a full disk."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -206,7 +204,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what writers that were killed left behind: of this name, or of any step when this is one."""
+    """Remove leftovers of killed writers: of this name, or of any step if this is one."""
     for path in target.parent.iterdir():
         match = _TEMPORARY.fullmatch(path.name)
         if match is None or not path.is_dir():
@@ -227,7 +225,7 @@ def _remove_unless_held(path: Path) -> None:
 
 
 def _refuse_foreign(place: Place) -> None:
-    """A checkpoint replaces a checkpoint, never a directory in which somebody keeps other things."""
+    """Refuse to replace a directory that is no checkpoint: it may hold other files of the user."""
     if place.fs.isfile(place.path):
         raise FileExistsError(errno.EEXIST, "there is a file of that name")
     others = [name for name in place.names() if name != MANIFEST and not name.endswith(".safetensors")]

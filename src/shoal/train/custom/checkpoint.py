@@ -53,25 +53,26 @@ from shoal.train.custom.loop import CustomLoop, counted, present_moment
 from shoal.train.custom.script_state import note_generators, restore_generators
 
 KEEP_LAST = 3
-"""Checkpoints that stay; older ones are removed once a newer one is whole."""
+"""Checkpoints that are kept; older ones are removed once a newer one is complete."""
 
 _VALUES, _RANDOM = "values/", "random/"
 _signals = ExitStack()  # in a plain process, from the first checkpoint to its end
 
 
 def resume(checkpoint: str | None = None, /, **values: Any) -> SimpleNamespace:
-    """Go on from a checkpoint of this loop, where there is one; gives the named values as they were saved, else as given here.
+    """Continue from a checkpoint of this loop, if there is one; returns the named values as saved, else as given here.
 
-    Call it after every `shoal.setup` and after the schedulers are built, before the loop. Under `shoal resume` it is the
-    newest of the run; `"auto"` is the newest of the run directory in any case, a path is that one. A value with a
-    `load_state_dict` (an average of the weights, a GradScaler) is loaded in place.
+    Call it after every `shoal.setup` and after the schedulers are built, before the loop. Under
+    `shoal resume` it is the newest of the run; `"auto"` is the newest of the run directory in any
+    case, a path is that one. A value with a `load_state_dict` (an average of the weights, a
+    GradScaler) is loaded in place.
     """
     loops = _loops("shoal.resume")
     custom.script.resumes = True
     number = session.begin_call("resume", f"values={sorted(values)}")
     call = Call(number, loops[0].strategy.replay_log)
     job, replay_log = jobs.current(), loops[0].strategy.replay_log
-    if call.is_over:  # models and optimizers are another worker's; the rest is in what it was given
+    if call.is_over:  # models and optimizers come from another worker; the rest is in the received state
         kept: dict[str, Any] | None = call.result
     else:
         is_alone = job.incarnation > 0 and not (replay_log is not None and replay_log.was_given_state)
@@ -100,11 +101,11 @@ def resume(checkpoint: str | None = None, /, **values: Any) -> SimpleNamespace:
 
 
 def checkpoint(*, every: int = 1, **values: Any) -> str | None:
-    """Write a checkpoint after this step, from which `shoal.resume` goes on; gives its path, or None where none was due.
+    """Write a checkpoint after this step, from which `shoal.resume` continues; returns its path, or None if none was due.
 
-    With `every=100` it is written each 100 steps, and when the job is asked to leave (Ctrl-C, SIGTERM), which then ends
-    the script: so call it at every step. Values are the same on every worker: numbers, strings, tensors, containers of
-    these, and objects with a `state_dict`.
+    With `every=100` it is written each 100 steps, and when the job is asked to leave (Ctrl-C,
+    SIGTERM), which then ends the script: so call it at every step. Values must be equal on every
+    worker: numbers, strings, tensors, containers of these, and objects with a `state_dict`.
     """
     loops = _loops("shoal.checkpoint")
     check_limit("every", every)
@@ -116,10 +117,10 @@ def checkpoint(*, every: int = 1, **values: Any) -> str | None:
     step = custom.script.progress.step
     is_due = step // every != custom.script.progress.saved_step // every
     if not (is_due or custom.script.ended) or any(loop.has_gradients for loop in loops):
-        return None  # gradients of a step that is under way are in no checkpoint: the next call
+        return None  # gradients of an unfinished step are in no checkpoint: wait for the next call
     if any(loop.has_diverged for loop in loops):
         if not custom.script.ended:
-            return None  # each worker has weights of its own: the next call after they have met
+            return None  # each worker has weights of its own: wait for the next call after a sync
         for loop in loops:
             loop.sync()
     _, remembered = present_moment()
@@ -145,7 +146,7 @@ def _save(loops: list[CustomLoop], values: dict[str, Any]) -> str:
     home = job.run_dir / "checkpoints"
     path = step_path(home, step)
     custom.script.progress.flush()
-    # Where the others have gone on already, a replacement has their weights of after that.
+    # If the others have gone on already, a replacement has their later weights.
     is_over = replay_log is not None and replay_log.next_is_known
     if job.rank == 0 and not is_over:
         failpoint("worker: checkpoint not written")
@@ -177,7 +178,7 @@ def _save(loops: list[CustomLoop], values: dict[str, Any]) -> str:
         session.saved(path, step)
     for data in custom.script.every:
         data.reached()
-    strategy.reduce(torch.zeros(1))  # nobody goes on before it is there
+    strategy.reduce(torch.zeros(1))  # barrier: no rank goes on before it is written
     custom.script.progress.saved(path)
     return path
 
@@ -192,7 +193,7 @@ def _piece(name: str, tensor: Tensor) -> Piece:
 
 
 def _named(piece: str, number: int) -> str:
-    """Of the first loop as in a Trainer's checkpoint; of the others "model-1/...", "optimizer-1/..."."""
+    """Names for the first loop as in a Trainer's checkpoint; for the others "model-1/...", "optimizer-1/..."."""
     kind, _, rest = piece.partition("/")
     return f"{kind}-{number}/{rest}" if number else piece
 
@@ -207,7 +208,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The value with its tensors taken out, by names of pieces."""
+    """The value with its tensors replaced by names of pieces."""
     if isinstance(value, np.ndarray):
         tensors[name] = torch.from_numpy(value)
         return {"array in": name}
@@ -244,7 +245,7 @@ def _put_back(saved: Any, given: Any) -> Any:
 def _refuse_different(
     plain: dict[str, Any], tensors: dict[str, Tensor], gather: Callable[[Tensor], list[Tensor]]
 ) -> None:
-    """Rank 0's are saved: a value that each worker has another of would be lost."""
+    """Refuse values that differ between workers: only rank 0's are saved."""
     sums = []
     for name, value in plain.items():
         found = zlib.crc32(repr(to_plain(value, f"the value '{name}' of shoal.checkpoint")).encode())
@@ -277,7 +278,7 @@ def _find(wanted: str | None) -> Checkpoint | None:
 
 
 def _load(found: Checkpoint, values: dict[str, Any]) -> dict[str, Any]:
-    """Give models and optimizers what was saved; returns the rest."""
+    """Load models and optimizers; returns the rest."""
     saved, path, loops = found.progress, found.path, _loops("shoal.resume")
     if "loops" not in saved:
         raise NoCheckpoint(path=path, reason="it is no checkpoint of shoal.checkpoint, but of a Trainer")
@@ -320,7 +321,7 @@ def _load_loop(loop: CustomLoop, number: int, kept: dict[str, Any], found: Check
     check_fits({**shapes, **expected_shapes(loop.model)}, pieces, found.path)
     try:
         loop.strategy.load(PieceReader(pieces, kept["optimizer"], found.path))
-    except OptimizerMismatch as error:  # raised where the file's name is not known
+    except OptimizerMismatch as error:  # the raising code does not know the file's name
         raise OptimizerMismatch(path=found.path, problem=error.problem) from None
     loop.strategy.step = kept["step"]
 
@@ -329,7 +330,7 @@ def _load_loop(loop: CustomLoop, number: int, kept: dict[str, Any], found: Check
 
 
 def _tell_once(values: dict[str, Any]) -> None:
-    """The supervisor knows from now on that this loop is saved; in a plain process signals end the step first."""
+    """Tell the supervisor that this loop saves checkpoints; in a plain process signals finish the step first."""
     if custom.script.saves:
         return
     custom.script.saves = custom.script.progress.ends_itself = True

@@ -1,7 +1,7 @@
-"""An epoch of a loop of the script's own under a relaxed strategy: whole batches by lease, each pushed as one update.
+"""An epoch of a script's own loop under a relaxed strategy: whole batches by lease, each pushed as one update.
 
-Every `for` over the data is an epoch and a call: all workers begin it together
-and meet at its end, however many batches each of them took.
+Every `for` over the data is an epoch and a call: all workers begin it together and meet at its end,
+however many batches each of them took.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LeasedEpoch:
     ) -> None:
         self._strategy = strategy
         self._call = Call(session.begin_call("epoch", described(batches)), strategy.replay_log)
-        strategy.lay_out(None)  # by all, those too for whom there will be no lease
+        strategy.lay_out(None)  # by all workers, also those that will get no lease
         self.position = Position(epoch=epoch, step=step)
         self._leasing = Leasing(
             strategy,
@@ -42,13 +42,13 @@ class LeasedEpoch:
         return self._leasing.slices(self.position.epoch)
 
     def trained(self, part: Slice) -> int:
-        """A batch was pushed; returns the samples that all workers pushed since this worker's last one."""
+        """Record a pushed batch; returns the samples that all workers pushed since this worker's last one."""
         before = self.position.samples
         self._leasing.trained(part, self.position)
         return self.position.samples - before
 
     def give_back(self) -> None:
-        """This worker takes no more batches of the epoch, and nobody waits for it."""
+        """Stop taking batches of the epoch, so that no other worker waits for this one."""
         self._leasing.end()
 
     def end(self) -> None:

@@ -1,8 +1,8 @@
-"""The shape of a script's training loop, from its source: whether a replaced worker can enter it in the middle.
+"""Shape of a script's training loop, from its source: whether a replaced worker can enter it in the middle.
 
-A `while` asks variables, and these can be handed over. A `for` holds an
-iterator that nobody can reach: one over `range` is found again by its line,
-one over shoal's data knows its place. Any other cannot be entered.
+A `while` tests variables, and these can be transferred. A `for` holds an iterator that cannot be
+reached: one over `range` is found again by its line, one over shoal's data knows its position. No
+other loop can be entered.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _HIDDEN_STATE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_G
 
 
 class CannotEnter(Exception):
-    """Not an error: a loop that has to be run from its beginning, and which line is why."""
+    """Internal: a loop that has to be run from its beginning, with the line that is the reason."""
 
 
 class RangeLoop(NamedTuple):
     """`for NAME in range(...)` around the place where data is taken."""
 
     depth: int
-    """Which of the script's frames, from the innermost."""
+    """Index of the script's frame, from the innermost."""
 
     line: int
     name: str
@@ -51,10 +51,10 @@ class Shape(NamedTuple):
     """Names that an iteration reads before it writes them."""
 
     targets: frozenset[str]
-    """Names in the innermost frame that the loop over the data writes with every batch: they need no note."""
+    """Names in the innermost frame that the loop over the data writes with every batch, so they need no note."""
 
     asks: bool
-    """Whether a `while` decides how often the data is gone through."""
+    """Whether a `while` decides how often the data is iterated."""
 
     draws: bool
     """Whether the script draws from the global generators of Python or numpy."""
@@ -71,7 +71,7 @@ def script_frames() -> list[FrameType]:
     return frames
 
 
-@functools.cache  # asked of every frame at every step
+@functools.cache  # called for every frame at every step
 def _is_script(file: str) -> bool:
     return not is_ours(file) and not any(bar in file for bar in _PROGRESS_BARS)
 
@@ -82,7 +82,7 @@ def is_library(file: str | None) -> bool:
 
 
 def shape_of(frames: Sequence[FrameType], set_up_at: Sequence[tuple[CodeType, int]]) -> Shape:
-    """The loops around the present moment, of which those around `shoal.setup` are run from their beginning anyway."""
+    """Loops around the present position; those around `shoal.setup` are run from their beginning anyway."""
     ranges: list[RangeLoop] = []
     carried: set[str] = set()
     targets: set[str] = set()
@@ -110,14 +110,14 @@ def shape_of(frames: Sequence[FrameType], set_up_at: Sequence[tuple[CodeType, in
                 continue
             ranges.append(_range_loop(frame, depth, loop))
         if loops:
-            # An outer loop carries what its inner ones do.
+            # An outer loop carries the names of its inner ones.
             carried |= _carried(loops[0])
     draws = any(_DRAWS.search("".join(linecache.getlines(file))) for file in _files(frames))
     return Shape(tuple(ranges), frozenset(carried), frozenset(targets), asks, draws)
 
 
 def check_for_loop(frames: Sequence[FrameType]) -> None:
-    """Raise CannotEnter unless the data is being taken by a `for` over it, whose end is the end of the data or a `break`."""
+    """Raise CannotEnter unless the data is iterated by a `for` over it, which ends at the end of the data or by `break`."""
     frame = frames[0]
     if is_library(frame.f_code.co_filename):
         raise CannotEnter(f"the data is iterated by {frame.f_code.co_filename}")
@@ -135,10 +135,10 @@ def check_for_loop(frames: Sequence[FrameType]) -> None:
 
 
 def is_left_by_break(frames: Sequence[FrameType]) -> bool:
-    """Whether a `for` that lets go of its data does so by `break` or `return`, and not because of an exception.
+    """Whether a `for` ends its iteration by `break` or `return`, and not by an exception.
 
-    The first drops the iterator by an instruction of its own. While an exception leaves the loop, the frame still stands at
-    the instruction that raised it.
+    The first two drop the iterator by an instruction of their own. While an exception leaves the
+    loop, the frame still stands at the instruction that raised it.
     """
     if not frames:
         return False
@@ -152,7 +152,7 @@ def _files(frames: Sequence[FrameType]) -> set[str]:
 
 
 def set_up_here() -> list[tuple[CodeType, int]]:
-    """Where the script calls `shoal.setup`, frame by frame."""
+    """Lines of the script's call of `shoal.setup`, frame by frame."""
     return [(frame.f_code, frame.f_lineno) for frame in script_frames()]
 
 
@@ -162,7 +162,7 @@ _iterating: dict[tuple[CodeType, int], _Positioned] = {}
 
 
 class Range:
-    """`range`, in a worker that replaces another: its iterators can be set to a place."""
+    """`range`, in a replacement worker: its iterators can be set to a position."""
 
     def __init__(self, *args: int) -> None:
         self._range = builtins.range(*args)
@@ -203,7 +203,7 @@ class _Positioned(Iterator[int]):
 
 
 def use_enterable(frames: Sequence[FrameType], names: dict[str, Any]) -> None:
-    """Let the script's files, and no library, find these instead of the builtins of the same names."""
+    """Make the script's files, and no library, use these instead of the builtins of the same names."""
     spaces = [frame.f_globals for frame in frames]
     spaces += [
         vars(module)
@@ -216,7 +216,7 @@ def use_enterable(frames: Sequence[FrameType], names: dict[str, Any]) -> None:
 
 
 def enter(frames: Sequence[FrameType], ranges: Sequence[RangeLoop]) -> None:
-    """Set the `range` loops around this place to where their variables are; these have been handed over."""
+    """Set the `range` loops around this place to the transferred values of their variables."""
     for depth, line, name in ranges:
         frame = frames[depth]
         found = _iterating.get((frame.f_code, line))
@@ -280,7 +280,7 @@ def _call_of(node: ast.expr) -> str:
 def _check_driver(frame: FrameType, loop: ast.For) -> None:
     source, names = loop.iter, [*_PROGRESS_BARS, "enumerate"]
     while (called := _call_of(source)) and isinstance(source, ast.Call) and called in names and source.args:
-        # A progress bar in an enumerate would be counted from where the bar begins.
+        # A progress bar inside an enumerate would be counted from the bar's beginning.
         names = [] if called == "enumerate" else names
         source = source.args[0]
     if not isinstance(source, (ast.Name, ast.Attribute)):
@@ -304,7 +304,7 @@ def _range_loop(frame: FrameType, depth: int, loop: ast.For) -> RangeLoop:
 
 
 def _carried(loop: ast.For | ast.While | ast.AsyncFor) -> set[str]:
-    """Names that are read before they are written, in the order of the lines."""
+    """Names that are read before they are written, by line order."""
     written = (
         set()
         if isinstance(loop, ast.While)

@@ -25,7 +25,7 @@ class LoopProgress:
         """The newest checkpoint, and the step it was written after."""
         self.saved_step = 0
         self.ends_itself = False
-        """Whether the loop calls shoal.checkpoint or shoal.should_stop, by which it leaves when it is asked to."""
+        """Whether the loop calls shoal.checkpoint or shoal.should_stop, by which it leaves on request."""
         self._samples = 0
         self._has_new_batch = False
         self._line: dict[str, Any] | None = None  # of the newest step, until the next batch is taken
@@ -37,7 +37,7 @@ class LoopProgress:
         self._counted_at = 0.0
 
     def batch_taken(self) -> None:
-        """The line of the step before is complete: nothing that is logged from now on belongs to it."""
+        """The previous step's line is complete: later logs do not belong to it."""
         self.flush()
         self._has_new_batch = True
         if self._began is None:
@@ -55,9 +55,9 @@ class LoopProgress:
             self.flush()
 
     def committed(self, *, epoch: int, samples: int, step: int | None = None) -> None:
-        """A step of `samples` samples is committed; `step` is its number where other workers take steps of their own."""
+        """A step of `samples` samples is committed; `step` is its number if other workers take steps of their own."""
         if not self._has_new_batch:
-            return  # another optimizer's, on the same batch
+            return  # another optimizer's commit on the same batch
         self._has_new_batch = False
         self.step = self.step + 1 if step is None else step
         self._samples += samples
@@ -82,7 +82,7 @@ class LoopProgress:
         )
 
     def flush(self) -> None:
-        """Write the line of the newest step, with what was logged for it."""
+        """Write the line of the newest step, with its logged values."""
         line, self._line = self._line, None
         if line is None:
             return
@@ -93,7 +93,7 @@ class LoopProgress:
             if self._log is None:
                 from_step = before["step"] if before is not None else line["step"] - 1
                 self._log = MetricsLog(job.run_dir / "metrics.jsonl", from_step=from_step)
-                if before is not None:  # in a replacement: its predecessor may have died before it wrote it
+                if before is not None:  # in a replacement: its predecessor may have died before writing it
                     self._log.make_up_for(before)
             self._log.write(line)
 

@@ -128,9 +128,8 @@ class DensePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A run of elements of one parameter inside a chunk."""
 
     parameter: str
-    shape: list[
-        Count
-    ]  # of this part, as the optimizer sees it: flat, or the parameter's own where it is not cut
+    # Of this part, as the optimizer sees it: flat, or the parameter's own where it is not cut.
+    shape: list[Count]
     offset: Count  # of its first element in the flattened parameter
     group: Count
 
@@ -234,9 +233,8 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     num_pushes: Count  # staged before it under this name, on this server
     exchange: Count  # number of the exchange that this commit is; exact strategies only
     anchored_at: Count  # number of the first exchange after the note
-    settings: list[Settings] = msgspec.field(
-        default_factory=list
-    )  # of the optimizer's groups for this update, in their order; empty: as declared
+    # Of the optimizer's groups for this update, in their order; empty: as declared.
+    settings: list[Settings] = msgspec.field(default_factory=list)
     model: Count = 0  # whose they are
     table_settings: dict[Count, dict[str, float]] = msgspec.field(default_factory=dict)  # the same, by table
     factor: float = 1.0  # what gradients are multiplied with; relaxed strategies and one-phase steps

@@ -46,9 +46,8 @@ class HostProof(Message, frozen=True, tag="host-proof"):
     clock: float  # seconds since 1970
     num_cores: Count
     machine: Nonce  # the same after a restart of the machine, and another one's is another
-    wants: Annotated[
-        int, msgspec.Meta(ge=-1, le=1 << 20)
-    ] = -1  # number of the host it was started as; -1: any
+    # Number of the host it was started as; -1: any.
+    wants: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] = -1
     role: Text = ""  # of a service, which has processes of one role; empty: a host, which has both
 
 

@@ -76,9 +76,8 @@ class ServerView(Message, frozen=True, tag="server-view"):
     holders: list[list[Rank]]
     incarnations: dict[Rank, Incarnation]
     joining: dict[Slot, list[Rank]] = msgspec.field(default_factory=dict)
-    addresses: dict[Rank, str] = msgspec.field(
-        default_factory=dict
-    )  # by server, where there are several hosts
+    # By server, where there are several hosts.
+    addresses: dict[Rank, str] = msgspec.field(default_factory=dict)
 
 
 class SlotsFilled(Message, frozen=True, tag="slots-filled"):

@@ -88,9 +88,8 @@ class Finished(Message, frozen=True, tag="finished"):
     seconds: float
     steps: Count
     metrics: dict[str, float]
-    staleness: dict[Count, Count] = msgspec.field(
-        default_factory=dict
-    )  # pulls by how far they ran ahead; relaxed
+    # Pulls by how far they ran ahead; relaxed.
+    staleness: dict[Count, Count] = msgspec.field(default_factory=dict)
     num_late: Count = 0  # contributions that came too late to count
     num_missed: Count = 0  # steps that were over before this rank began them
     exchange_bytes: Count = 0

@@ -120,9 +120,8 @@ class EnterView(Message, frozen=True, tag="enter-view"):
     rank: Rank
     incarnation: Incarnation
     view_left: Count  # 0: never was in one
-    finished: Annotated[
-        int, msgspec.Meta(ge=-1, le=2**63 - 1)
-    ]  # exchanges finished; -1: none, and no state either
+    # Exchanges finished; -1: none, and no state either.
+    finished: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
     call: Count  # the newest call this rank has begun; 0: none
     waited_s: Seconds = (
         0.0  # for the others, in the exchange that broke: their patience with it is used up by so much
@@ -135,9 +134,8 @@ class ViewFormed(Message, frozen=True, tag="view-formed"):
 
     view: Count
     donor: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]  # -1: nobody has state
-    finished: Annotated[
-        int, msgspec.Meta(ge=-1, le=2**63 - 1)
-    ]  # exchanges the donor has finished; -1 without one
+    # Exchanges the donor has finished; -1 without one.
+    finished: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
     call: Count  # the newest call the donor has begun
     incarnations: list[Incarnation]
 
@@ -212,9 +210,8 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
         0  # every lease below is done, as far as the worker knows: the end of an epoch is news to it
     )
     is_last: bool = False  # the call ends early: nobody is given any more of it
-    busy_s: list[Seconds] = msgspec.field(
-        default_factory=list
-    )  # how long each of the finished took, without waits
+    # How long each of the finished took, without waits.
+    busy_s: list[Seconds] = msgspec.field(default_factory=list)
     num_workers: NumProcesses = 0
     backup: bool = False  # hand out an epoch's last leases twice where their holder is slow
     drain_slower_than: float = 0.0  # than the median of the others; 0: nobody is drained
@@ -224,9 +221,8 @@ class AskLease(Message, frozen=True, tag="ask-lease"):
     trainer: Count = 0
     data: str = ""  # which data it is, for the ledger
     batch_size: Count = 0
-    near: list[Count] = msgspec.field(
-        default_factory=list
-    )  # leases of any epoch whose data this worker's host has
+    # Leases of any epoch whose data this worker's host has.
+    near: list[Count] = msgspec.field(default_factory=list)
     num_left_out: Count = 0  # of an epoch: of a last batch that is not full; not among num_samples
     counted: list[tuple[Count, Count]] = msgspec.field(default_factory=list)
 
