@@ -4,7 +4,8 @@
 
 Every rank writes OUT/RANK.json: what it trained between the end of the
 warm-up and the deadline. The sum over the ranks is the job's rate, whatever a
-strategy makes of the batch, because samples are counted where the loss sees them.
+strategy makes of the batch, because samples are counted where the loss sees them:
+once a step, since the Trainer checks a loss on the same slice again at steps 1, 2, 4, 8 and so on.
 """
 
 from __future__ import annotations
@@ -32,22 +33,30 @@ parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--model", choices=("click", "wide", "resnet18"), default="click")
 parser.add_argument("--seconds", type=float, default=8.0)
 parser.add_argument("--warm", type=float, default=3.0)
+parser.add_argument(
+    "--steps", type=int, help="measure these many steps, not seconds: two runs then do the same work"
+)
 parser.add_argument("--batch", type=int, help="of one update; that of the model without")
 parser.add_argument("--per-worker", action="store_true", help="the batch is each worker's, not all workers'")
 options = parser.parse_args()
 
 
 class Counted(nn.Module):
-    """A loss that counts the samples it has seen."""
+    """A loss that counts the samples of a step."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         self._loss = loss
-        self.num_samples = 0
+        self._num_samples = 0
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.num_samples += target.shape[0]
+        self._num_samples = self._num_samples or target.shape[0]  # checks of the loss follow
         return self._loss(output, target)
+
+    def take(self) -> int:
+        """Samples since the last look."""
+        found, self._num_samples = self._num_samples, 0
+        return found
 
 
 class Clock(shoal.callbacks.Callback):
@@ -57,19 +66,19 @@ class Clock(shoal.callbacks.Callback):
 
     def __init__(self) -> None:
         self.meter: Meter | None = None
-        self._num_before = 0
         self.last_loss: float | None = None
         self.cpu_s = 0.0
 
     def on_step_end(self, trainer: shoal.Trainer, logs: Any) -> None:
         # The clock starts with the first step: joining and the first pulls are not what is measured.
-        self.meter = self.meter or Meter(warm_s=options.warm, seconds=options.seconds)
+        self.meter = self.meter or Meter(
+            warm_s=options.warm, seconds=options.seconds, num_steps=options.steps
+        )
         if not self.meter.goes_on():
             return
-        self.meter.step(loss.num_samples - self._num_before)
+        self.meter.step(loss.take())
         if not self.meter.num_steps:
             self._cpu_before = time.process_time()
-        self._num_before = loss.num_samples
         self.last_loss = logs.loss
         if not self.meter.goes_on():
             self.cpu_s = time.process_time() - self._cpu_before

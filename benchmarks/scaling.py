@@ -1,11 +1,11 @@
 """More workers and more servers: samples/s of the click model, and the CPU time of a step in workers and servers.
 
-    python -m benchmarks scaling [--minutes 9] [--quick]
+    python -m benchmarks scaling [--minutes 9] [--quick] [--part "ddp, 8 workers"]
 
 Figures count on a machine with a core for every process; what a step costs its
 processes (CPU time) hardly depends on that. Cases go from the most to the least
 important, round after round, until the minutes are over; with $OUT set, lines
-are also written to $OUT/scaling.jsonl as they come.
+are also written to $OUT/scaling.jsonl as they come. `--part`: only cases with these words in their name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ class Case:
         if self.strategy == "plain":
             return f"plain PyTorch, {self.threads} threads, batch {self.batch}"
         of_servers = f", {self.servers} servers, replicas {self.replicas}" if self.servers else ""
-        return f"{self.strategy}, {self.workers} workers{of_servers}, batch {self.batch}"
+        of_threads = ", 1 thread" if self.threads == 1 and not self.servers else ""
+        return f"{self.strategy}, {self.workers} workers{of_servers}{of_threads}, batch {self.batch}"
 
 
 def cases(cores: int) -> list[Case]:
@@ -62,18 +64,17 @@ def cases(cores: int) -> list[Case]:
         found += [
             Case("plain", batch, 1, threads=most),
             Case("ddp", batch, most),
+            Case("ddp", batch, most, threads=1),
             Case("ps", batch, 1, 1, threads=threads),
             Case("ps", batch, 2, 1, threads=threads),
-            Case("ps", batch, most, 1, threads=threads),
+        ]
+        found += [Case("ps", batch, most, servers, threads=threads) for servers in (1, 2, 4)]
+        found += [
+            Case("ps:hybrid", batch, most, 2, threads=threads),
             Case("ps:async", batch, 1, 1, threads=threads),
         ]
-        for servers in (1, 2, 4):
-            found.append(Case("ps:async", batch, most, servers, threads=threads))
-        found += [
-            Case("ps:async", batch, most, 2, 2, threads=threads),
-            Case("ps", batch, most, 2, threads=threads),
-            Case("ps:hybrid", batch, most, 2, threads=threads),
-        ]
+        found += [Case("ps:async", batch, most, servers, threads=threads) for servers in (1, 2, 4)]
+        found += [Case("ps:async", batch, most, servers, 2, threads=threads) for servers in (2, 4)]
     return found
 
 
@@ -145,9 +146,11 @@ def measure(case: Case, data: str, *, seconds: float, warm: float) -> dict[str, 
     }
 
 
-def main(quick: bool = False, minutes: float | None = None) -> None:
+def main(quick: bool = False, minutes: float | None = None, parts: Sequence[str] = ()) -> None:
     report, until = Report("scaling"), time.monotonic() + 60 * (minutes or 25)
-    chosen = cases(available_cores())
+    chosen = [
+        case for case in cases(available_cores()) if not parts or any(part in case.name for part in parts)
+    ]
     found: dict[str, list[dict[str, Any]]] = {}
     log = Path(os.environ["OUT"], "scaling.jsonl") if os.environ.get("OUT") else None
     with tempfile.TemporaryDirectory() as data:
@@ -161,7 +164,7 @@ def main(quick: bool = False, minutes: float | None = None) -> None:
                 if time.monotonic() > until:
                     break
                 try:
-                    values = measure(case, data, seconds=2.0 if quick else 4.0, warm=1.5)
+                    values = measure(case, data, seconds=2.0 if quick else 3.0, warm=1.5)
                 except subprocess.SubprocessError as error:
                     values = {"failed": str(error)[-300:]}
                 found.setdefault(case.name, []).append(values)

@@ -191,7 +191,7 @@ def test_even_parts_are_gathered_where_they_lie_between_sums(
             whole.view(num_workers, length)[group.rank] = part(group.rank, number, length, dtype)
             summed = part(group.rank, number, length, dtype)
             reducer.finish(reducer.start_all_reduce(summed), "a sum")
-            reducer.gather_in_place(whole, "a gathering")
+            reducer.finish(reducer.start_gather_in_place(whole), "a gathering")
             found += [whole, summed]
         return found
 

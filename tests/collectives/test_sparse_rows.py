@@ -84,6 +84,60 @@ def test_all_ranks_hold_the_sum_in_rank_order(reducer: Callable[[Any], Any], siz
                 assert torch.equal(rows.values, total[keys])
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3), min_size=4, max_size=6),
+    seed=st.integers(0, 5),
+)
+def test_ranks_that_share_memory_divide_the_adding(sizes: list[list[int]], seed: int) -> None:
+    def run(group: Any) -> list[list[Rows]]:
+        shm, found = in_memory(group), []
+        for step in range(3):  # the first gathers, and finds out how much memory is needed
+            tables = [
+                rows_of(gradient(group.rank + 10 * (step + seed), n, size))
+                for n, size in enumerate(sizes[group.rank])
+            ]
+            found.append(start_exchange(tables, shm).finish())
+        assert shm.shared_parts.num_bytes or not any(map(any, sizes))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_rows, "_SHARED_FROM", 0)
+        results = with_ranks(len(sizes), run)
+    for result in results:
+        for step, tables in enumerate(result):
+            for number, rows in enumerate(tables):
+                keys, total = added_by_hand(
+                    [
+                        gradient(rank + 10 * (step + seed), number, each[number])
+                        for rank, each in enumerate(sizes)
+                    ]
+                )
+                assert rows.keys.tolist() == keys
+                if total.dtype is torch.bfloat16:
+                    torch.testing.assert_close(rows.values, total[keys], atol=0.1, rtol=0.1)
+                else:
+                    assert torch.equal(rows.values, total[keys])
+
+
+def test_one_rank_never_adds_up_much_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each table's rows are mostly those of another rank; a range of too many would not fit the memory of sums."""
+    monkeypatch.setattr(sparse_rows, "_SHARED_FROM", 0)
+
+    def run(group: Any) -> list[list[int]]:
+        shm = in_memory(group)
+        for _ in range(2):
+            tables = [
+                Rows(keys := torch.arange(3000 if n == group.rank else 1), torch.ones(len(keys), 16))
+                for n in range(group.num_workers)
+            ]
+            rows = start_exchange(tables, shm).finish()
+        assert shm.shared_parts.num_bytes
+        return [each.keys.tolist() for each in rows]
+
+    assert all(keys == [list(range(3000))] * 9 for keys in with_ranks(9, run))
+
+
 def test_rows_come_back_as_autograd_has_them() -> None:
     rows = rows_of(gradient(0, 0, 30))
     found = rows.gradient(NUM_ROWS)

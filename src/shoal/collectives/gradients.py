@@ -1,13 +1,12 @@
 """Gradient buckets, summed over the ranks in overlap with backward.
 
-Each gradient is copied into its bucket as soon as autograd has finished it,
-and a bucket leaves as soon as it and those before it are full. The rank's own
-gradients stay where they are, so a broken exchange can be retried from them.
+Each gradient is copied into its bucket as soon as autograd has finished it, and a bucket is sent as
+soon as it and those before it are full. The rank's own gradients stay in place, so a broken
+exchange can be retried from them.
 
-The layout is a function of the model and the bucket size alone, never of timing:
-a group that is formed again after a death sums in the same order, so the bits
-stay equal. (torch's DistributedDataParallel lays its buckets out anew after the
-first backward.)
+The layout is a function of the model and the bucket size alone, never of timing: a group that is
+formed again after a death sums in the same order, so the bits stay equal. (torch's
+DistributedDataParallel lays its buckets out anew after the first backward.)
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from torch import Tensor, nn
 
 from shoal.collectives.compression import Compressor, Gradient, Traffic
 from shoal.collectives.reducer import Reducer
-from shoal.collectives.sparse_rows import RowExchange, Rows, RowScatter, no_rows, rows_of, start_exchange
+from shoal.collectives.sparse_rows import Exchange, Rows, no_rows, rows_of, start_exchange
 from shoal.errors import PeerLost, TrainingError
 
 BUCKET_BYTES = 25 << 20
-FIRST_BUCKET_BYTES = 1 << 20  # the gradients that are ready first should leave early
+FIRST_BUCKET_BYTES = 1 << 20  # the first gradients should be sent early
 BETWEEN_HOSTS_BYTES = 4 << 20
-"""Of a bucket between hosts: on a network the bytes take longer than one more exchange, so they leave while backward runs."""
+"""Bucket size between hosts: on a network the bytes take longer than one more exchange, so smaller
+buckets overlap better.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Bucket:
 def lay_out(
     items: Sequence[Item], *, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = FIRST_BUCKET_BYTES
 ) -> list[Bucket]:
-    """Buckets in the order in which they travel: last parameters first, as backward produces them."""
+    """Buckets in sending order: last parameters first, as backward produces them."""
     buckets: list[Bucket] = []
     open_items: dict[str, list[Item]] = {}
     for item in reversed(items):
@@ -143,7 +144,7 @@ class GradientExchange:
         self._group = group
 
     def send_rest(self) -> None:
-        """Start every bucket that has not left: after this, other collectives may follow in the same order on all ranks."""
+        """Start every bucket not sent yet: after this, other collectives may follow in the same order on all ranks."""
         group = self._group
         assert group is not None
         if self._is_broken:
@@ -157,8 +158,8 @@ class GradientExchange:
     def finish(self) -> None:
         """Send the rest, wait for all, and put the sums in place of the gradients.
 
-        A parameter that no rank used keeps `grad=None` on all of them. Until
-        the very last sum is there, every gradient is this rank's own.
+        A parameter that no rank used keeps `grad=None` on all of them. Until the very last sum has
+        arrived, every gradient is this rank's own.
         """
         self.send_rest()
         group = self._group
@@ -183,7 +184,7 @@ class GradientExchange:
         self.abandon()
 
     def abandon(self) -> None:
-        """Forget the buckets under way and the group. The gradients stay, so the exchange can be retried."""
+        """Forget the buckets in progress and the group. The gradients stay, so the exchange can be retried."""
         self._group = None
         self._is_broken = False
         if self.compressor is not None:
@@ -193,7 +194,7 @@ class GradientExchange:
         self._used = [[False] * len(bucket.indices) for bucket in self.layout]
         self._next = 0
         self._works: list[Any] = []
-        self._rows: RowExchange | RowScatter | None = None
+        self._rows: Exchange | None = None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -206,7 +207,8 @@ class GradientExchange:
                 try:
                     self._send_full(self._group)
                 except PeerLost:
-                    # Backward goes on: what this rank contributes must be whole before it can be sent again.
+                    # Backward goes on: this rank's contribution must be complete before it can be sent
+                    # again.
                     self._is_broken = True
 
         return ready
@@ -254,7 +256,7 @@ class GradientExchange:
     def _start(self, number: int, group: Reducer) -> list[Any]:
         bucket, memory = self.layout[number], self._memory[number]
         used = self._used[number]
-        # All at once: a write for each parameter would be a kernel for each on a device.
+        # All at once: a write for each parameter would be a device kernel for each.
         flags = memory[bucket.numel :]
         if all(used):
             flags.fill_(1.0)
@@ -268,7 +270,7 @@ class GradientExchange:
             for index, offset in zip(bucket.indices, bucket.offsets, strict=True)
         ]
         started = self.compressor.start(number, memory[: bucket.numel], layout, group)
-        # Whether a gradient was used must not be a matter of digits.
+        # Whether a gradient was used must not depend on rounding.
         return [_Compressed(started), group.start_all_reduce(flags)]
 
     def _own_rows(self, index: int) -> Rows:

@@ -28,9 +28,8 @@ from shoal.errors import PeerLost
 class Reducer(Protocol):
     """The collectives of one view's group.
 
-    Everything is started in the same order on every rank. The order in which
-    a sum is added is a function of rank and place alone, never of who came
-    first. Every failure is a PeerLost.
+    Operations are started in the same order on every rank. The order of a sum is a function of rank
+    and place alone, never of arrival. Every failure is a PeerLost.
     """
 
     rank: int
@@ -71,7 +70,7 @@ _MAX_DIMS = 8
 
 def gather_any(group: Reducer, value: Tensor | None) -> list[Tensor]:
     """Every rank's tensor, in rank order. Shapes may differ; a rank without one contributes an empty tensor."""
-    # In host memory, whatever device the others compute on: a rank without a tensor does not know it.
+    # In host memory, whatever device the others use: a rank without a tensor does not know it.
     headers = [header.tolist() for header in group.all_gather(_header(value))]
     num_bytes = [_num_bytes(header) for header in headers]
     longest = max(num_bytes)
@@ -128,9 +127,8 @@ def _decode(header: list[int], raw: Tensor, known: list[int] | None) -> Tensor:
     return torch.empty([0, *shape[1:]], dtype=DTYPES[known[1]])
 
 
-LOOK_AROUND_EVERY = timedelta(
-    seconds=0.25
-)  # interval at which a wait checks that the peers are still connected
+# Interval at which a wait checks that the peers are still connected.
+LOOK_AROUND_EVERY = timedelta(seconds=0.25)
 
 
 ASK_EVERY_S = 50e-6  # interval at which the host polls a device's sum: the update of the weights waits for it
@@ -179,11 +177,11 @@ class Native:
                     work.wait(timeout=LOOK_AROUND_EVERY)
                     return
                 except RuntimeError:
-                    # Gloo may miss that a connection is closed, and wait for its whole time-out (measured: one kill
-                    # in a hundred on a loaded machine, from 3 workers on).
+                    # Gloo may miss that a connection is closed, and wait for its whole time-out (measured:
+                    # one kill in a hundred on a loaded machine, from 3 workers on).
                     if work.is_completed():
-                        # Broken; or done between the end of this look and the question, and then there is nothing to
-                        # complain of. The wait itself tells which.
+                        # Broken; or finished between this check and the query, which is no error. The wait
+                        # itself tells which.
                         work.wait()
                         return
                     if self.is_broken():
@@ -202,7 +200,7 @@ class Native:
                 raise RuntimeError("a connection of the group was closed")
             if now - began_at > self._timeout_s:
                 raise RuntimeError(f"not done after {now - began_at:.1f} s")
-        work.wait()  # raises where it is over because it broke
+        work.wait()  # raises if it broke
 
     def broadcast(self, tensor: Tensor) -> None:
         with self.during("a broadcast from rank 0"):
@@ -239,7 +237,7 @@ class Native:
         try:
             yield
         except RuntimeError as error:
-            # `from None`: a kept exception holds the old group, and with it every peer that waits on it.
+            # `from None`: a kept exception refers to the old group, and so keeps every waiting peer alive.
             raise PeerLost(rank=self.rank, operation=operation, reason=str(error).splitlines()[0]) from None
 
 
@@ -286,8 +284,7 @@ class _ThreadedWork:
 class Threaded(OverNative):
     """All-reduce by a scheme, in a thread that overlaps backward; other operations and sparse tensors go to torch.
 
-    One thread, in the order of starting: ranks can never wait for each other
-    in different tensors.
+    One thread, in starting order: ranks can never wait for each other in different tensors.
     """
 
     def __init__(
@@ -311,7 +308,7 @@ class Threaded(OverNative):
     def start(
         self, act: Callable[[], None], target: Tensor | None = None, flat: Tensor | None = None
     ) -> object:
-        """Have the thread do something in its turn; `finish` copies `flat` to `target` where it is another one."""
+        """Queue an operation for the thread; `finish` copies `flat` to `target` if they differ."""
         work = _ThreadedWork(act, target, flat)
         self._queue.put(work)
         return work
@@ -346,8 +343,8 @@ def _run(works: queue.SimpleQueue[Any]) -> None:
             try:
                 work.act()
             except PeerLost as error:
-                # The text and not the error: that holds the group, and with it everybody that waits on it. After it
-                # nothing more can be summed: the ranks may stand at different places.
+                # The text and not the error, which refers to the group and keeps its waiters alive. After
+                # it nothing more can be summed: the ranks may be at different places.
                 lost = error.reason
         work.lost = lost
         work.done.set()
@@ -366,11 +363,43 @@ class SwapsParts(Protocol):
 
     @property
     def scatters_rows(self) -> bool:
-        """Whether rows of sparse gradients are added up by one rank each: where every byte goes over a network."""
+        """Whether rows of sparse gradients are summed by one rank each: useful if every byte crosses a network."""
         ...
 
     def swap_parts(self, parts: Tensor) -> Tensor:
-        """Give row r of `parts` to rank r; row r of the result came from rank r. Of one shape on every rank."""
+        """Send row r of `parts` to rank r; row r of the result came from rank r. Equal shapes on every rank."""
+        ...
+
+
+class SharedParts:
+    """Memory that all ranks of a group read: rows of each rank, and sums that it made. A rank writes its own parts only.
+
+    Empty at first; all ranks grow it together. `map_bytes` is collective and returns None where there is no such memory.
+    """
+
+    def __init__(self, num_ranks: int, map_bytes: Callable[[int], Any]) -> None:
+        self._num_ranks, self._map_bytes = num_ranks, map_bytes
+        self.num_bytes, self.is_in_use, self._has_failed = 0, False, False
+        self.own: list[Tensor] = []
+        self.sums: list[Tensor] = []
+
+    def grow(self, num_bytes: int) -> None:
+        """Reserve room for this many bytes of each rank's rows, and for the sums of three times as many."""
+        mapped = None if self._has_failed else self._map_bytes(4 * num_bytes * self._num_ranks)
+        self._has_failed = mapped is None
+        if mapped is not None:
+            parts = torch.frombuffer(mapped, dtype=torch.uint8).view(self._num_ranks, 4 * num_bytes)
+            self.own, self.sums = [part[:num_bytes] for part in parts], [part[num_bytes:] for part in parts]
+            self.num_bytes = num_bytes
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """A Reducer whose ranks share memory."""
+
+    @property
+    def shared_parts(self) -> SharedParts | None:
+        """None where too few ranks share it."""
         ...
 
 
@@ -424,9 +453,8 @@ def _is_on_a_device(tensor: Tensor) -> bool:
 class HostStaged:
     """Stages device tensors in page-locked host memory and sums them there.
 
-    For workers whose devices cannot exchange by themselves: one computes on a
-    GPU and another on the CPU, two share a device, or the chosen exchange
-    works in host memory.
+    For workers whose devices cannot exchange directly: one computes on a GPU and another on the
+    CPU, two share a device, or the chosen exchange works in host memory.
     """
 
     def __init__(self, inner: Reducer, is_far: Callable[[Tensor], bool] = _is_on_a_device) -> None:
@@ -444,7 +472,7 @@ class HostStaged:
             self._inner.finish(work, operation)
             return
         self._inner.finish(work.under, operation)
-        # Page-locked memory is not used again before the copies out of it are over: torch's allocator sees to that.
+        # torch's allocator does not reuse page-locked memory before the copies out of it are over.
         work.far.copy_(work.near, non_blocking=True)
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -479,7 +507,7 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
 
 
 class ViaGather:
-    """Reducer for workers that meet at parameter servers, or for a process that is alone: sums in rank order."""
+    """Reducer for workers that meet at parameter servers, or for a single process: sums in rank order."""
 
     def __init__(self, rank: int, num_workers: int, gather: Callable[[Tensor], list[Tensor]]) -> None:
         self.rank, self.num_workers, self._gather = rank, num_workers, gather
@@ -506,4 +534,4 @@ class ViaGather:
         pass
 
     def during(self, operation: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # the gather names what broke
+        return contextlib.nullcontext()  # the gather names the broken operation

@@ -1,19 +1,19 @@
 """`shm` exchange: sums through memory that all ranks of one host have mapped.
 
-Each rank puts its part, chunk by chunk, into a ring buffer of its own that the
-others can read; a rank that has a chunk of every rank adds them up in rank
-order (shm_kernels.py, or shm_torch.py before that is compiled). A few ranks each add up everything for themselves; of
-large tensors many ranks share the adding, and copy each other's results. An
-all-gather is the same without the adding.
-There is no thread: copying is work for the same cores that compute, so it is
-done in `start_all_reduce` and `finish`.
+Each rank writes its part, chunk by chunk, into a ring buffer of its own that the others can read; a
+rank that has a chunk of every rank sums them in rank order (shm_kernels.py, or shm_torch.py before
+that is compiled). With few ranks each sums everything for itself; for large tensors many ranks
+share the summing, and copy each other's results. An all-gather is the same without the summing.
+There is no thread: copying needs the same cores that compute, so it is done in `start_all_reduce`
+and `finish`.
 
-The memory belongs to one view and is never reused, so a process that wakes up
-after its view is over writes into memory that nobody reads (fencing).
+The memory belongs to one view and is never reused, so a process that wakes up after its view is
+over writes into memory that nobody reads (fencing).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import mmap
 import os
@@ -31,23 +31,25 @@ from torch import Tensor
 
 from shoal import system
 from shoal.collectives import shm_layout as layout
-from shoal.collectives.reducer import Native, OverNative
+from shoal.collectives.reducer import Native, OverNative, SharedParts
 from shoal.collectives.shm_layout import KERNELS
 from shoal.collectives.shm_torch import TorchLoops
 from shoal.config.exchange_rule import ORDERED
 from shoal.config.job import Job
-from shoal.errors import PeerLost, WireError
+from shoal.errors import ConfigError, PeerLost, WireError
 from shoal.runtime import kernel_cache
 from shoal.runtime.transport import memfd
 
 CHUNK_BYTES = 256 << 10
-"""Bytes put and added at once: a chunk stays in a cache between the two, and peers need not wait long for it."""
+"""Bytes written and summed at once: a chunk stays in a cache between the two, and peers need not wait long for it."""
 
 NUM_CHUNKS = 64
-"""Chunks of each ring: how far a rank may be ahead, so that a straggler without a core holds nobody up."""
+"""Chunks of each ring: how far a rank may be ahead, so that a straggler without a core blocks nobody."""
 
 LARGE_BYTES = 4 << 20
-"""Larger tensors do not stay in a cache between two ranks: they are written past it, and many ranks share the adding."""
+"""Larger tensors do not stay in a cache between two ranks: they are written with streaming stores, and
+many ranks share the summing.
+"""
 
 SHARE_FROM = 4  # ranks from which large tensors are shared: reading all parts costs more than one more copy
 
@@ -71,7 +73,7 @@ KINDS = {
 """The sum of a dtype."""
 
 _AT = {name: at for at, name in enumerate(layout.WORK_FIELDS)}
-_SPIN_S = 0.1e-3  # looking out for the others before the first nap; longer keeps a core from them where cores are busy
+_SPIN_S = 0.1e-3  # polling before the first sleep; longer would take a core from the others on a busy machine
 _LOOKS = 1000  # of those at once, where every rank has a core of its own: about 10 us
 _LOOK_AROUND_S = 0.25  # between looks at the connections
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 10e-6, 200e-6
@@ -93,9 +95,9 @@ class _ShmWork:
     def bytes(self) -> Tensor:
         if self._bytes is None:
             flat = self.flat.detach()
-            self._bytes = (
-                (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1).view(torch.uint8)
-            )
+            flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
+            # A single element is contiguous with any stride, which a view as bytes does not accept.
+            self._bytes = flat.as_strided(flat.shape, (1,)).view(torch.uint8)
         return self._bytes
 
     def __getitem__(self, name: str) -> int:
@@ -122,9 +124,9 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 def use_compiled() -> bool:
-    """True where the compiled loops are loaded, or on the disk; processors other than x86 need their ordered accesses.
+    """True if the compiled loops are loaded, or on the disk; processors other than x86 need their ordered accesses.
 
-    Ranks may decide differently: both kinds of loops keep the same memory.
+    Ranks may decide differently: both kinds of loops use the same memory layout.
     """
     if platform.machine() not in ORDERED:
         return True
@@ -149,11 +151,14 @@ class Shm(OverNative):
         self._ranks = list(range(group.num_workers)) if ranks is None else list(ranks)
         self.rank, self.num_workers = self._ranks.index(group.rank), len(self._ranks)
         self._group, self._is_broken, self._timeout_s = group, is_broken, timeout_s
-        # A rank that spins while another has no core keeps it from coming.
+        # A rank that spins while another has no core delays it.
         cores = num_cores or len(system.cores())
         self._looks = _LOOKS if cores >= self.num_workers else 0
         num, self._chunk_bytes = self.num_workers, CHUNK_BYTES
         mapped = self._map(num * (3 * layout.LINE + NUM_CHUNKS * CHUNK_BYTES))
+        # The sums of a few ranks are made by each, and ranks of other hosts share none of it.
+        is_shared = SHARE_FROM <= num == group.num_workers
+        self.shared_parts = SharedParts(num, self._map_more) if is_shared else None
         counters = np.frombuffer(mapped, np.int64, 3 * num * layout.LINE // 8)
         self._put, _, self._taken = counters.reshape(3, num, -1)[:, :, 0]
         address = counters.ctypes.data
@@ -170,7 +175,7 @@ class Shm(OverNative):
     def open(cls, job: Job, group: Native, ranks: Sequence[int] | None = None) -> Shm:
         return cls(group, is_broken=group.is_broken, timeout_s=job.liveness.step_timeout_s, ranks=ranks)
 
-    # ---- what a Reducer offers ------------------------------------------------------------------
+    # ---- Reducer --------------------------------------------------------------------------------
 
     def start_all_reduce(self, tensor: Tensor) -> object:
         if not _is_known(tensor):
@@ -178,8 +183,10 @@ class Shm(OverNative):
         return self._start(tensor)
 
     def gather_rows(self, tensor: Tensor) -> list[Tensor]:
-        """An all-gather that is part of a step. What a script calls goes by torch: a rank that calls something else there is found
-        out at the deadline, and not answered with the bytes of a step."""
+        """An all-gather that is part of a step. A script's own calls go through torch: a rank that
+        makes another call there is detected at the deadline, and not answered with the bytes of a
+        step.
+        """
         if not _is_known(tensor) or self.num_workers < self._group.num_workers:
             return self._group.all_gather(tensor)
         if self.num_workers == 1 or not tensor.numel():
@@ -188,12 +195,11 @@ class Shm(OverNative):
         self.finish(self._start(tensor.detach(), gathered), "an all-gather")
         return [part.view(tensor.dtype).reshape(tensor.shape) for part in gathered]
 
-    def gather_in_place(self, whole: Tensor, operation: str) -> None:
-        """An all-gather of even parts of a flat tensor, where each rank has its own."""
-        if self.num_workers > 1 and len(whole):
-            parts = whole.view(self.num_workers, -1)
-            gathered = whole.view(torch.uint8).view(self.num_workers, -1)
-            self.finish(self._start(parts[self.rank], gathered), operation)
+    def start_gather_in_place(self, whole: Tensor) -> object:
+        """Start an all-gather of even parts of a flat tensor, where each rank has its own."""
+        num = self.num_workers
+        mine = whole.view(num, len(whole) // num)[self.rank]
+        return self._start(mine, whole.view(torch.uint8).view(num, whole.nbytes // num))
 
     def _start(self, tensor: Tensor, gathered: Tensor | None = None) -> _ShmWork:
         is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -237,7 +243,7 @@ class Shm(OverNative):
             if not since:
                 since, look_at = now, now + _LOOK_AROUND_S
             if now - since < _SPIN_S:
-                os.sched_yield()  # maybe to the one who is waited for; costs nothing where nobody wants the core
+                os.sched_yield()  # may run the awaited rank; free if no process wants the core
                 continue
             if now > look_at:
                 look_at = now + _LOOK_AROUND_S
@@ -276,10 +282,22 @@ class Shm(OverNative):
         return PeerLost(rank=self._group.rank, operation=operation, reason=reason)
 
     def _map(self, num_bytes: int) -> mmap.mmap:
-        fd = memfd.create(num_bytes, "shoal exchange") if self.rank == 0 else -1
+        return self._map_made(memfd.create(num_bytes, "shoal exchange") if self.rank == 0 else -1, num_bytes)
+
+    def _map_more(self, num_bytes: int) -> mmap.mmap | None:
+        """Memory besides the rings; None on all ranks where rank 0 can make none."""
+        fd = -1
+        if self.rank == 0:
+            with contextlib.suppress(ConfigError):  # a limit on file sizes
+                fd = memfd.create(num_bytes, "shoal rows")
+        work = self.start_all_reduce(made := torch.tensor([fd >= 0], dtype=torch.int64))
+        self.finish(work, "an agreement on shared memory")
+        return self._map_made(fd, num_bytes) if made else None
+
+    def _map_made(self, fd: int, num_bytes: int) -> mmap.mmap:
         try:
-            # By the way of /proc: the group's own connections carry no descriptors, and the kernel lets only processes
-            # of the same user in.
+            # Through /proc: the group's own connections carry no descriptors, and the kernel admits only
+            # processes of the same user.
             pid, theirs = self._group.all_gather(torch.tensor([os.getpid(), fd]))[self._ranks[0]].tolist()
             try:
                 opened = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
@@ -287,11 +305,11 @@ class Shm(OverNative):
                     mapped = memfd.map_shared(opened, num_bytes)
                 finally:
                     os.close(opened)
-            except (OSError, WireError) as error:  # rank 0 is gone, or another has taken its place
+            except (OSError, WireError) as error:  # rank 0 is gone, or was replaced
                 raise PeerLost(
                     rank=self._group.rank, operation="mapping shared memory", reason=str(error)
                 ) from None
-            self._group.all_gather(torch.zeros(1))  # rank 0 keeps it open until everybody has it
+            self._group.all_gather(torch.zeros(1))  # barrier: rank 0 keeps it open until every rank has it
         finally:
             if fd >= 0:
                 os.close(fd)

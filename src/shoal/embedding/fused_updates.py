@@ -1,10 +1,9 @@
 """torch.optim's updates by sparse gradients, with loops over their rows, to the same bits.
 
-torch makes several sparse tensors for each update and looks their rows up again
-in each. Used only for what the loops are known to equal: `update` tries each
-kind of update once per process against torch itself, and leaves to torch what
-differs (a processor without fused multiply-add), and every optimizer, setting
-or memory it does not know.
+torch makes several sparse tensors for each update and looks their rows up again in each. Used only
+where the loops are known to be equal: `update` tries each kind of update once per process against
+torch itself, and leaves to torch what differs (a processor without fused multiply-add), and every
+optimizer, setting or memory it does not know.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
+from shoal import system
 from shoal.runtime import kernel_cache
 from shoal.runtime.kernel_cache import ask_ahead, floating_kernel, intrinsic, matrix, types, vector
 
@@ -61,7 +61,7 @@ def _add_squares(keys: Any, rows: Any, table: Any, out: Any) -> None:
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
-    """Update by sparse gradients what a loop can, and drop those gradients: `optimizer.step()` does the rest."""
+    """Update by sparse gradients where a loop exists, and drop those gradients: `optimizer.step()` does the rest."""
     if not _is_compiled() or not _is_plain(optimizer):
         return
     rule = _RULES[type(optimizer)]
@@ -77,6 +77,8 @@ def update(optimizer: torch.optim.Optimizer) -> None:
                 and rule.knows(group)
                 and rule.is_exact(parameter.dtype, parameter.shape[1])
             ):
+                for table in tables:
+                    _use_huge_pages(table.data_ptr(), table.nbytes)
                 rule.update(parameter, state, group, gradient.indices()[0], gradient.values())
                 torch.autograd.graph.increment_version(parameter)
                 parameter.grad = None
@@ -151,7 +153,7 @@ def _equals_torch(rule: _Sgd, dtype: torch.dtype, dim: int) -> bool:
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether nobody watches its steps: a hook may read the gradients."""
+    """Whether nothing observes its steps: a hook may read the gradients."""
     return type(optimizer) in _RULES and not (
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -168,6 +170,17 @@ def _fits(table: Tensor) -> bool:
         and table.dim() == 2
         and table.is_contiguous()
     )
+
+
+_SMALL_BYTES = 8 << 20  # whose pages a processor remembers
+_MOST_BYTES = 512 << 20  # to be copied at once, at 2 s a GB
+
+
+@functools.cache  # once for each table
+def _use_huge_pages(address: int, num_bytes: int) -> None:
+    """Rows lie anywhere in a table: with pages of 4 KB each of them is a walk through the page table too."""
+    if _SMALL_BYTES < num_bytes <= _MOST_BYTES:
+        system.move_to_huge_pages(address, num_bytes)
 
 
 @functools.cache
