@@ -24,7 +24,7 @@ from benchmarks.ddp_step import SCRIPTS
 from benchmarks.harness import RESULTS, Report
 from shoal.cli.bench.command import measure_links
 from shoal.cluster.launch.threads import available_cores
-from shoal.errors import ClusterError
+from shoal.errors import ClusterError, ConfigError
 from shoal.observe.planner import measuring
 from shoal.observe.planner.cost_model import (
     ClusterShape,
@@ -35,10 +35,13 @@ from shoal.observe.planner.cost_model import (
     refusal,
     sift,
 )
+from shoal.parallel.pipeline import stage
+from shoal.parallel.tensor_parallel import dtensor_fixes
 
-MODELS = ("mlp", "gpt", "clicks")
+MODELS = ("mlp", "gpt", "clicks", "conv")
 MAX_WORKERS = 4
 SECONDS = 3.0
+CALIBRATION_S = 60.0
 
 
 def ways(workers: int) -> list[PlanCandidate]:
@@ -62,7 +65,22 @@ def ways(workers: int) -> list[PlanCandidate]:
             {"strategy": f"dp={n // 2},tp=2"},
             {"strategy": "ps", "servers": 2},
         ]
-    return [PlanCandidate(**{"workers": n, **each}) for each in found]  # type: ignore[arg-type]  # a table of keywords
+    return [
+        candidate
+        for each in found
+        if _has_torch_for(candidate := PlanCandidate(**{"workers": n, **each}))  # type: ignore[arg-type]  # a table of keywords
+    ]
+
+
+def _has_torch_for(candidate: PlanCandidate) -> bool:
+    try:
+        if candidate.axes.tp > 1:
+            dtensor_fixes.refuse_old_torch()
+        if candidate.axes.pp > 1:
+            stage.refuse_old_torch()
+    except ConfigError:
+        return False
+    return True
 
 
 def main(
@@ -74,17 +92,17 @@ def main(
     name = "planner" if cores <= 2 else f"planner_{cores}_cores"
     report, workers = Report(name, keeps_others=True), min(MAX_WORKERS, cores)
     cluster = ClusterShape(per_host=workers, cores=cores)
-    by_size, codecs = measure_links(1.0 if quick else 2.9, workers)
-    cluster = replace(cluster, exchanges=measuring.links_of(by_size, workers))
-    cluster = replace(
-        cluster,
-        codec_s_per_byte=measuring.codecs_of(codecs, cluster, workers),
-        copy_bytes_per_s=measuring.copy_bytes_per_s(),
-    )
+    times = measure_links(1.0 if quick else 2.9, workers)
+    cluster = measuring.with_links(cluster, times, workers)
+    cluster = replace(cluster, copy_bytes_per_s=measuring.copy_bytes_per_s())
+    print(json.dumps({"links": times._asdict(), "tensors": cluster.tensors._asdict()}), file=sys.stderr)
     if odd:
         Path(odd).mkdir(parents=True, exist_ok=True)
-        Path(odd, "links.json").write_text(json.dumps([by_size, codecs, cluster.copy_bytes_per_s]))
+        Path(odd, "links.json").write_text(json.dumps([*times, cluster.copy_bytes_per_s]))
     for model in parts or MODELS:
+        if time.monotonic() > until - CALIBRATION_S:
+            print(f"{model}: left out, no time", file=sys.stderr)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             runs = measuring.ScriptRuns(
                 script=str(SCRIPTS / "planned_models.py"),

@@ -1,7 +1,8 @@
-"""Models that `benchmarks/planner.py` plans: `planned_models.py mlp|gpt|clicks`, trained until they are told to stop."""
+"""Models that `benchmarks/planner.py` plans: `planned_models.py mlp|gpt|clicks|conv`, trained until they are told to stop."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import torch
@@ -51,10 +52,21 @@ def clicks() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return model, (torch.randint(200_000, (8192, 26)), torch.arange(8192) % 2)
 
 
+def conv() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    sizes = (3, 32, 64, 64)
+    layers = [
+        layer
+        for before, after in itertools.pairwise(sizes)
+        for layer in (nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+    ]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10))
+    return model, (torch.randn(2048, 3, 32, 32), torch.arange(2048) % 10)
+
+
 def main() -> None:
     torch.manual_seed(0)
     name = sys.argv[1]
-    model, data = {"mlp": mlp, "gpt": gpt, "clicks": clicks}[name]()
+    model, data = {"mlp": mlp, "gpt": gpt, "clicks": clicks, "conv": conv}[name]()
     trainer = shoal.Trainer(
         model,
         loss=nn.CrossEntropyLoss(),

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.scripts.job import Job
 
 job = Job(sys.argv)
-torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
+share = max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"]))
+torch.set_num_threads(int(os.environ.get("TORCH_NUM_THREADS", share)))
 dist.init_process_group("gloo")
 rank, num_workers = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)

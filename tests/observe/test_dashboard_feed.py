@@ -226,7 +226,10 @@ def test_straggler_death_and_progress_are_found(tmp_path: Path) -> None:
     )
     assert fault["step"] == 200
     assert views.progress(feed)["num_steps"] == 400
-    [learning, _, bottleneck, died] = [answer["answer"] for answer in views.answers(feed)]
+    [learning, _, bottleneck, died, pays] = [answer["answer"] for answer in views.answers(feed)]
+    # Four workers that compute some 45 % of a step do the work of two; a fifth adds a sixth of one.
+    assert pays.startswith("hardly: about ")
+    assert pays.endswith("shoal plan measures it")
     assert learning.startswith("yes")
     assert "worker-2" in bottleneck
     assert "worker-1" in died

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.observe.planner.cost_model import SUMS, TERMS, ClusterShape, LinkSpeed, PlanCandidate, predict
+from shoal.observe.planner.cost_model import (
+    SHARDS,
+    SUMS,
+    TERMS,
+    ClusterShape,
+    LinkSpeed,
+    PlanCandidate,
+    all_reduce_s,
+    predict,
+)
 from shoal.observe.planner.measuring import (
     Calibration,
     MeasuredRun,
@@ -14,6 +24,7 @@ from shoal.observe.planner.measuring import (
     disturbed,
     layers_of,
     links_of,
+    shards_of,
     workload_of,
 )
 
@@ -139,9 +150,32 @@ def test_links_and_compressors_from_their_times() -> None:
     links = links_of(by_size, 2)
     assert links["shm"].bytes_per_s > links["ring"].bytes_per_s
     assert links["ring"].latency_s == pytest.approx(1e-4)
-    codecs = codecs_of({"none": 4e-3, "bf16": 6e-3, "int8": 1e-3}, ClusterShape(), 2)
-    assert codecs["bf16"] == pytest.approx((6e-3 - 2e-3) / (4 << 20))
-    assert codecs["int8"] == 0.0
+    small, large = 64 << 10, 4 << 20
+    codecs = codecs_of(
+        {
+            "none": {small: 1e-4, large: 4e-3},
+            "bf16": {small: 2e-4, large: 6e-3},
+            "int8": {small: 1e-5, large: 1e-3},
+        },
+        2,
+    )
+    assert codecs["bf16"].latency_s + large / codecs["bf16"].bytes_per_s == pytest.approx(6e-3 - 2e-3)
+    assert codecs["bf16"].latency_s + small / codecs["bf16"].bytes_per_s == pytest.approx(2e-4 - 0.5e-4)
+    # Quicker than the plain sum: no cost, and a bandwidth that JSON can hold.
+    assert codecs["int8"].latency_s + large / codecs["int8"].bytes_per_s < 1e-9
+    assert math.isfinite(codecs["int8"].bytes_per_s)
+
+
+def test_fsdp_by_its_bytes_and_by_its_parameters() -> None:
+    def line(num_bytes: int, parameters: int) -> dict[str, float]:
+        sharded_s = 2e-3 + parameters * 1e-4 + num_bytes / 1e9 * 1.5
+        of_sizes = {"bytes": num_bytes, "parameters": parameters, "plain_s": 1e-3}
+        return of_sizes | {"sharded_s": 1e-3 + sharded_s, "sharded_apply_s": 1e-4 + parameters * 2e-5}
+
+    unit, costs = shards_of([line(64, 8), line(64, 64), line(4 << 20, 8)], 2)
+    assert costs == pytest.approx((1e-4, 2e-5))
+    cluster = ClusterShape(per_host=2, exchanges={SHARDS: unit})
+    assert all_reduce_s(SHARDS, 4 << 20, 2, cluster) == pytest.approx(2e-3 + 1.5 * (4 << 20) / 1e9, rel=0.01)
 
 
 def test_a_machine_that_others_used_is_named() -> None:

@@ -175,6 +175,24 @@ def test_a_slow_worker_is_named_and_blamed(tmp_path: Path) -> None:
     assert [each.times_slower for each in live.look(path).processes] == [None, None, 2.2, None]
 
 
+def test_an_evaluation_after_the_fit_does_not_change_the_progress_of_the_fit(tmp_path: Path) -> None:
+    fit = {"phase": "fit", "epoch": 2, "num_epochs": 3, "num_steps": 100, "loss": 0.5}
+    path = write_run(tmp_path / "run", workers=1, worker_0=fit)
+    file = path / "activity" / "worker-0.jsonl"
+    *lines, last = file.read_text().splitlines()
+    evaluated = {
+        **json.loads(last),
+        "phase": "evaluate",
+        "epoch": 0,
+        "num_epochs": None,
+        "num_steps": 1,
+        "loss": None,
+    }
+    file.write_text("\n".join([*lines, json.dumps(evaluated)]) + "\n")
+    now = live.look(path)
+    assert (now.step, now.num_steps, now.epoch, now.num_epochs) == (100, 100, 3, 3)
+
+
 def test_waiting_and_transfer_are_told_apart_by_the_last_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,10 @@ def test_memory_that_decides_is_by_a_dry_run_of_ranks_that_are_not_here(
     assert "a device would need" in reasons["ddp", 64]
     assert "GiB by a dry run of its step, and there are" in reasons["ddp", 64]
     ran = {(each["ranks"], each["shards"]) for each in plan["workload"]["dry_runs"]}
-    assert {(1, 1), (64, 1), (2, 2)} <= ran
+    assert {(1, 1), (64, 1)} <= ran
+    assert any(
+        shards > 1 for _, shards in ran
+    )  # how many the quickest of the others has, its prediction decides
     assert ("fsdp", 64) in {(each["way"], each["workers"]) for each in plan["candidates"]}
 
 

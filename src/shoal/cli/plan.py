@@ -1,4 +1,4 @@
-"""`shoal plan`: how to spread a script over a cluster, measured and predicted; and `--strategy auto`, its short form."""
+"""`shoal plan`: how to distribute a script over a cluster, measured and predicted; and `--strategy auto`, its short form."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXAMPLES = (
 TRY, SECONDS, LINK_SECONDS = 3, 4.0, 2.9
 AUTO_SECONDS = 2.0
 CLEARLY = 0.85
-"""Of the time of ddp, which auto measures: it takes another strategy where less was predicted. More is within a prediction's error."""
+"""Share of ddp's measured time below which auto takes another strategy. A smaller gain is within a prediction's error."""
 
 MORE_TRIES = 2
 """Runs beyond --try, where what was tried makes another way of its kind the best."""
@@ -384,12 +384,13 @@ class _Planner:
         from shoal.observe.planner.cost_model import PlanCandidate
 
         num = self.asked.num_calibrated
-        if num > 1 and link_seconds:
-            by_size, codecs = measure_links(link_seconds, num)
-            self.cluster = replace(self.cluster, exchanges=measuring.links_of(by_size, num))
-            self.cluster = replace(
-                self.cluster, codec_s_per_byte=measuring.codecs_of(codecs, self.cluster, num)
+        if link_seconds:
+            self.runs.say(
+                f"measuring: exchanges between processes, then {Path(self.runs.script).name} several times for about "
+                f"{self.runs.seconds:g} s each; the runs are in {self.runs.folder}"
             )
+        if num > 1 and link_seconds:
+            self.cluster = measuring.with_links(self.cluster, measure_links(link_seconds, num), num)
         self.cluster = replace(self.cluster, copy_bytes_per_s=measuring.copy_bytes_per_s())
         self.calibrated = measuring.calibrate(self.runs, num, with_parts=bool(link_seconds))
         self.workload = measuring.workload_of(self.calibrated, self.cluster)
@@ -415,7 +416,9 @@ class _Planner:
             raise ConfigError(f"nothing that was looked at can run: {reasons}. No plan was written.")
 
     def _run_dry(self, candidates: Iterator[PlanCandidate]) -> None:
-        """Memory by a dry run of the step, where it decides; a model that shapes alone do not run is planned by its layers."""
+        """Memory by a dry run of the step, if it is decisive; a model that cannot run on shapes alone
+        is planned by its layers.
+        """
         from shoal.observe.planner.measuring import dry_runs_of, dry_runs_wanted
 
         wanted = dry_runs_wanted(candidates, self.workload, self.cluster)
@@ -430,7 +433,9 @@ class _Planner:
             self.runs.say(f"note: memory is by the shapes of layers: a step cannot be run dry: {reason}")
 
     def allowed(self) -> list[Prediction]:
-        """Those that may be chosen, the best first; measured ones as they were measured, others by what was measured of their kind."""
+        """Candidates that may be chosen, the best first; measured ones as measured, others corrected
+        by measurements of their kind.
+        """
         from shoal.observe.planner.cost_model import learned, value_of
 
         able = [
@@ -455,7 +460,7 @@ class _Planner:
         able = [each for each in able if each.candidate not in self.measured]
         for each in _of_different_kind(able)[:tries]:
             self._try(each)
-        # A kind that was measured may now promise more by another of its ways.
+        # A measured kind may now promise more by another of its variants.
         for _ in range(MORE_TRIES if tries and self.asked.is_here else 0):
             best = self.allowed()[0]
             if best.candidate in self.measured:
@@ -567,7 +572,7 @@ def _of_different_kind(able: Sequence[Prediction]) -> list[Prediction]:
     return list(found.values())
 
 
-# ---- what is shown ----------------------------------------------------------------------------------
+# ---- output -----------------------------------------------------------------------------------------
 
 
 def _show(planner: _Planner, *, show_all: bool) -> None:

@@ -1,7 +1,7 @@
 """State of a run at this moment, as plain values: progress, and where each process spends its time.
 
-Reads the ends of a run's files, so one look costs the same after a week as after
-a minute. `cli/inspect/live.py` draws it; a finished run is shown over all of its time.
+Reads the ends of a run's files, so one look costs the same after a week as after a minute.
+`cli/inspect/live.py` draws it; a finished run is shown over all of its time.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def look(path: Path, now: float | None = None) -> RunNow:
         process.times_slower = slow.get(process.name)
     if is_alive and workers:
         found.samples_per_s = sum(w.samples / w.interval_s for w in workers.values() if w.interval_s) or None
-    _progress(found)
+    _progress(found, lines)
     if not found.processes:
         found.missing.append(
             "no process has told its activity: the run has just begun, or is of a version that recorded none"
@@ -104,15 +104,22 @@ def _recent(lines: list[dict[str, Any]], now: float) -> list[dict[str, Any]]:
     return [line for line in timed if line["at"] > now - WINDOW_S] or timed[-1:]
 
 
-def _progress(found: RunNow) -> None:
+def _progress(found: RunNow, lines: dict[str, list[dict[str, Any]]]) -> None:
     """Progress as the first worker that knows it reported; a custom loop knows less."""
     for process in found.processes:
-        if process.newest.get("num_steps") or process.newest.get("epoch"):
-            newest = process.newest
+        # Steps of evaluate and predict are counted apart: 108 steps of a fit before 1 of an evaluation are not 108/1.
+        trained = [line for line in lines[process.name] if line.get("phase") not in ("evaluate", "predict")]
+        newest = next(
+            (line for line in reversed(trained) if line.get("num_steps") or line.get("epoch")), None
+        )
+        if newest is not None:
             found.num_steps, found.num_epochs = newest.get("num_steps"), newest.get("num_epochs")
             found.epoch = newest.get("epoch")
-            found.loss = newest.get("loss") if newest.get("loss") is not None else found.loss
+            if newest.get("loss") is not None and (newest.get("step") or 0) >= (found.step or 0):
+                found.loss = newest["loss"]
             found.step = max(found.step or 0, process.step or 0) or None
+            if found.step == found.num_steps:
+                found.epoch = found.num_epochs
             if found.state is runs.RunState.ALIVE and isinstance(newest.get("eta_s"), (int, float)):
                 found.eta_s = newest["eta_s"]
             return

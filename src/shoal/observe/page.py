@@ -99,7 +99,9 @@ def _verdict(text: str) -> str:
 
 
 def _about(figures: Mapping[str, Any]) -> str:
-    servers = f", {figures['servers']} servers" if figures["servers"] else ""
+    servers = (
+        f", {figures['servers']} server{'s' if figures['servers'] != 1 else ''}" if figures["servers"] else ""
+    )
     count = figures["threads"]
     threads = f", {count} thread{'s' if count != 1 else ''} each" if count else ""
     workers = f"{figures['workers']} worker{'s' if figures['workers'] != 1 else ''}"
@@ -211,7 +213,7 @@ def lines(
         out.append(
             f'<polyline points="{points}" fill="none" stroke="{colour.rstrip("-")}" {look} stroke-linejoin="round"/>'
         )
-        if dots and not colour.endswith("-"):
+        if (dots or len(xs) == 1) and not colour.endswith("-"):  # a line of one point shows nothing
             out += [
                 f'<circle cx="{at_x(float(a)):.1f}" cy="{at_y(float(b)):.1f}" r="4" fill="{colour}"/>'
                 for a, b in zip(xs, ys, strict=True)

@@ -1,7 +1,7 @@
 """Run directories on disk: the runs, the state of each, and its ledger in plain values and in text.
 
-Reads only, and never fails on a file that is missing, torn or half written:
-a run may be writing it at this moment, or have died while it did.
+Read-only, and never fails on a file that is missing, damaged or half written: a run may be writing
+it at this moment, or have died while it did.
 """
 
 from __future__ import annotations
@@ -422,7 +422,7 @@ def ledger_sentence(epoch: dict[str, Any]) -> str:
         "left out with a last batch that is not full": epoch["left_out"],
         "bad and skipped": len(epoch["skipped"]),
         "computed twice, of which the first result counted": epoch["repeated"],
-        "trained again from a checkpoint before them": again,
+        "trained again from an earlier checkpoint or the beginning": again,
     }
     return "; ".join([said, *(f"{number:,} {what}" for what, number in notes.items() if number)])
 

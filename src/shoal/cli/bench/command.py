@@ -1,7 +1,7 @@
 """`shoal bench`: speed on this machine, measured in real processes with the package alone.
 
-Comparisons with other software, and measurements that take hours, are in
-benchmarks/ of the source and are only named here.
+Comparisons with other software, and measurements that take hours, are in benchmarks/ of the source
+and are only named here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shoal.cli.options import RunDir
 from shoal.cli.verb import console, did_you_mean
 from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.observe.planner.measuring import LinkTimes
 
 EXAMPLES = (
     "\b\n"
@@ -229,7 +232,7 @@ CLICKS = (("single", 1, 0), ("ddp", 2, 0), ("ps", 2, 1), ("ps:async", 2, 1))
 
 EXCHANGE_WORKERS = (2, 4)
 
-CODEC_ROUNDS = 5
+CODEC_ROUNDS, SHARD_ROUNDS = 9, 15
 
 KEPT_FROM_S = 2.0
 """Shorter measurements are not kept for `--exchange auto`."""
@@ -298,12 +301,19 @@ def measure_exchange(seconds: float, emit: Callable[[Figure], None]) -> None:
         print(f"--exchange auto, {workers} workers: {rule} ({where})", file=sys.stderr)
 
 
-def measure_links(seconds: float, workers: int) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
-    """Seconds of every exchange by size, and of 4 MiB by every compressor, for the planner."""
+def measure_links(seconds: float, workers: int) -> LinkTimes:
+    """Seconds of every exchange and compressor by size, and of fsdp by bytes and parameters, for the planner."""
+    from shoal.observe.planner.measuring import LinkTimes
+
     with _job_runner(with_servers=False) as run_job:
         by_size, *_ = run_job("exchange", seconds, "ddp", workers, 0)
         codecs, *_ = run_job("codecs", CODEC_ROUNDS, "ddp", workers, 0)
-    return {int(size): medians for size, medians in by_size.items()}, codecs
+        shards, *_ = run_job("shards", SHARD_ROUNDS, "ddp", workers, 0)
+    return LinkTimes(
+        {int(size): medians for size, medians in by_size.items()},
+        {name: {int(size): took_s for size, took_s in medians.items()} for name, medians in codecs.items()},
+        shards,
+    )
 
 
 def _shown(num_bytes: int) -> str:

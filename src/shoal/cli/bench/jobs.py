@@ -32,7 +32,7 @@ MAX_ROUNDS = 200
 
 
 def median_s(call: Callable[[], object], times: int) -> float:
-    """Of so many calls, after one that is not counted."""
+    """Median over this many calls, after one that is not counted."""
     call()
     taken = []
     for _ in range(times):
@@ -40,6 +40,16 @@ def median_s(call: Callable[[], object], times: int) -> float:
         call()
         taken.append(time.perf_counter() - began)
     return statistics.median(taken)
+
+
+def quick_s(call: Callable[[], object], times: int) -> float:
+    """Lower quartile over this many calls: other processes make a call longer, and never shorter."""
+    taken = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return statistics.quantiles(taken[1:], n=4)[0]
 
 
 def run_kv(out: Path, num_pairs: int) -> None:
@@ -194,12 +204,12 @@ def _medians(reducers: dict[str, Reducer], group: Native, size: int, seconds: fl
     return {name: statistics.median(took[1:]) for name, took in took_s.items()}
 
 
-CODEC_SIDE = 1024
-"""Of a square gradient: 4 MiB."""
+CODEC_SIDES = (128, 1024)
+"""Of square gradients: 64 KiB and 4 MiB."""
 
 
 def run_codecs(out: Path, times: int) -> None:
-    """Sum a gradient by every compressor; its time, and with "none" that of the sum alone."""
+    """Sum gradients of two sizes by every compressor; their times, and with "none" those of the sum alone."""
     import torch
 
     from shoal.collectives.compression import Gradient, compressor
@@ -213,24 +223,76 @@ def run_codecs(out: Path, times: int) -> None:
     job = jobs.current()
     _ = elastic_group().reducer  # the group is there
     reducer = open_exchange(job, Native(rank=job.rank, num_workers=job.num_workers, is_broken=is_broken))
-    flat, layout = torch.randn(CODEC_SIDE**2), [Gradient(0, (CODEC_SIDE, CODEC_SIDE))]
+    found: dict[str, dict[int, float]] = {"none": {}}
+    for side in CODEC_SIDES:
+        flat, layout = torch.randn(side**2), [Gradient(0, (side, side))]
 
-    def plain() -> None:
-        reducer.finish(reducer.start_all_reduce(flat), "a sum")
+        def plain(flat: torch.Tensor = flat) -> None:
+            reducer.finish(reducer.start_all_reduce(flat), "a sum")
 
-    medians = {"none": median_s(plain, times)}
-    for name in COMPRESSORS:
-        codec = compressor(name)
-        if codec is not None:
+        found["none"][4 * side**2] = quick_s(plain, times)
+        for name in COMPRESSORS:
+            codec = compressor(name)
+            if codec is not None:
 
-            def summed(codec: Any = codec, name: str = name) -> None:
-                codec.finish(codec.start(0, flat, layout, reducer), reducer, f"a sum by {name}")
-                codec.commit()
+                def summed(codec: Any = codec, flat: Any = flat, layout: Any = layout) -> None:
+                    codec.finish(codec.start(0, flat, layout, reducer), reducer, "a sum")
+                    codec.commit()
 
-            medians[name] = median_s(summed, times)
+                found.setdefault(name, {})[4 * side**2] = quick_s(summed, times)
     reducer.close()
     if job.rank == 0:
-        (out / "0.json").write_text(json.dumps(medians))
+        (out / "0.json").write_text(json.dumps(found))
+
+
+SHARDED = ((64 << 10, 8), (64 << 10, 64), (4 << 20, 8))
+"""Bytes and parameters of models by which fsdp is measured: what a parameter costs, and what bytes do."""
+
+
+def run_shards(out: Path, times: int) -> None:
+    """Forward, backward and update under fsdp of models that compute next to nothing, and the same without fsdp."""
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from shoal.config import job as jobs
+    from shoal.parallel import fsdp
+    from shoal.parallel.tensor_parallel.dtensor_update import on_local_tensors
+    from shoal.recovery.elastic_group import elastic_group
+
+    class Sums(nn.Module):
+        def __init__(self, num_bytes: int, num_parameters: int) -> None:
+            super().__init__()
+            shape = 64, num_bytes // num_parameters // 256
+            self.rows = nn.ParameterList(torch.ones(shape) for _ in range(num_parameters))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.stack([(row * inputs).sum() for row in self.rows]).sum()
+
+    job = jobs.current()
+    _ = elastic_group().reducer  # the group is there
+    mesh = init_device_mesh("cpu", (job.num_workers,))
+    found = []
+    for num_bytes, num_parameters in SHARDED:
+        line: dict[str, float] = {"bytes": num_bytes, "parameters": num_parameters}
+        for kind in ("plain", "sharded"):
+            model = Sums(num_bytes, num_parameters)
+            if kind == "sharded":
+                fsdp.shard(model, mesh)
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-9)
+
+            def step(model: nn.Module = model) -> None:
+                model(torch.ones(1)).backward()
+
+            def update(optimizer: torch.optim.Optimizer = optimizer) -> None:
+                with on_local_tensors(optimizer):
+                    optimizer.step()
+
+            line[f"{kind}_s"] = quick_s(step, times)
+            line[f"{kind}_apply_s"] = quick_s(update, times)
+        found.append(line)
+    if job.rank == 0:
+        (out / "0.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
@@ -241,5 +303,7 @@ if __name__ == "__main__":
         run_click(Path(folder), float(argument))
     elif name == "codecs":
         run_codecs(Path(folder), int(argument))
+    elif name == "shards":
+        run_shards(Path(folder), int(argument))
     else:
         run_exchange(Path(folder), float(argument))

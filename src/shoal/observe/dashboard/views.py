@@ -1,7 +1,7 @@
-"""Views: what each page of the dashboard shows of a run, in plain values.
+"""Views: the content of each dashboard page for a run, in plain values.
 
-Pure functions of a feed, which its caller has locked and polled. A file that is
-missing or of an older run leaves its part of a page empty, with no value made up.
+Pure functions of a feed, which the caller has locked and polled. A missing file, or one of an older
+run, leaves its part of a page empty; no value is made up.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 
 from shoal.observe import figures, record, runs
 from shoal.observe.dashboard.feed import RunFeed
+from shoal.observe.planner.cost_model import PAYS_FROM
 from shoal.runtime.signal_names import signal_name
 
 RECENT_S = 30.0
@@ -72,10 +73,10 @@ def head(feed: RunFeed) -> Values:
 
 
 def progress(feed: RunFeed) -> Values:
-    """How far it is, how fast, and when it will be over."""
+    """Progress, speed and expected end."""
     rate = feed.steps.rate()
     step = runs.last_step([feed.last] if feed.last else [], feed.summary).get("step")
-    told = _told(feed)
+    told = _newest_report(feed)
     num_steps = _count(told.get("num_steps"))
     speed = _recent(rate, "steps_per_s")
     eta_s = None
@@ -124,8 +125,8 @@ def _epoch(feed: RunFeed) -> int | None:
     return epoch + 1 if epoch is not None else None
 
 
-def _told(feed: RunFeed) -> Values:
-    """The newest line in which a worker tells how far it will go."""
+def _newest_report(feed: RunFeed) -> Values:
+    """Newest line in which a worker reports its planned end."""
     lines = (
         line for name in sorted(feed.activity, key=record.by_number) for line in reversed(feed.activity[name])
     )
@@ -162,12 +163,13 @@ def overview(feed: RunFeed) -> Values:
 
 
 def answers(feed: RunFeed) -> list[Values]:
-    """Answers to the first questions, in sentences: is it learning, is it fast, what holds it up, what died."""
+    """Answers to the first questions, in sentences: is it learning, is it fast, what holds it up, what died, would more workers pay."""
     return [
         {"question": "Is it learning?", **_learning(feed)},
         {"question": "Is it fast?", **_fast(feed)},
         {"question": "What holds it up?", **_bottleneck(feed)},
         {"question": "What died?", **_died(feed)},
+        {"question": "Would another worker pay?", **_another_worker(feed)},
     ]
 
 
@@ -224,6 +226,18 @@ def _bottleneck(feed: RunFeed) -> Values:
         OUTSIDE: "code outside of the step: callbacks, metrics, the script between steps",
     }[kind]
     return {"answer": f"{said} ({seconds / total:.0%})", "level": "good" if kind == "compute" else "fair"}
+
+
+def _another_worker(feed: RunFeed) -> Values:
+    """By the share of computing, where the rest of a step is as long with one worker more: the estimate that `shoal plan` measures."""
+    shares = _shares(feed)
+    total, workers = sum(shares.values()), _count(feed.config.get("workers"))
+    if not workers or not shares.get("compute"):
+        return {"answer": "no activity recorded", "level": "unknown"}
+    busy = shares["compute"] / total
+    gained = workers * busy * (1 / (1 - busy / (workers + 1)) - 1)
+    said = f"{'yes' if gained >= PAYS_FROM else 'hardly'}: about {gained:.0%} of what one adds alone; shoal plan measures it"
+    return {"answer": said, "level": "good" if gained >= PAYS_FROM else "fair"}
 
 
 def _died(feed: RunFeed) -> Values:
@@ -465,7 +479,7 @@ def events(feed: RunFeed) -> Values:
 
 
 def faults(feed: RunFeed) -> list[Values]:
-    """Deaths and what was done about each: signal, step, time until a replacement was there and at work."""
+    """Deaths and the recovery from each: signal, step, time until a replacement started and caught up."""
     found: list[Values] = []
     open_by: dict[str, Values] = {}
     is_leaving = has_failed = False

@@ -1,9 +1,10 @@
-"""Cost model of a training step: what each way to spread a model costs, term by term, and which ways cannot run.
+"""Cost model of a training step: the cost of each way to distribute a model, term by term, and which ways cannot run.
 
-Pure: dataclasses in, predictions out; no torch, no clock, no file. A `Workload` is what one and two workers of
-the script were measured to do, a `ClusterShape` what it would run on. A sum of gradients is the usual
-latency-bandwidth model, with the latency and bandwidth of each exchange as measured here, and those of the
-link where it leaves a host. What a term is made of is in docs/adr/0045-planner.md.
+Pure: dataclasses in, predictions out; no torch, no clock, no file. A `Workload` is what one and two
+workers of the script were measured to do, a `ClusterShape` the target cluster. A sum of gradients
+is the usual latency-bandwidth model, with the latency and bandwidth of each exchange as measured
+here, and those of the link where it leaves a host. The terms are described in
+docs/adr/0045-planner.md.
 """
 
 from __future__ import annotations
@@ -39,12 +40,8 @@ MICRO_BATCHES_PER_STAGE = 2
 BUBBLE_LEFT = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero-bubble": 0.25}
 """Of the bubble of 1f1b: what a schedule leaves."""
 
-DTENSOR_APPLY_S, FSDP_COPIES_S = 0.5e-3, 0.2e-3
-"""Of each parameter by name: what torch's dispatch of an optimizer's dozen operations on a DTensor takes on a CPU (0.35 to 0.6 ms with Adam
-on two machines), and the copies around a gather."""
-
 ASYNC_WAITS = 0.5
-"""Of a server's time for a push: what its worker waits for it, where nobody else waits."""
+"""Share of a server's time for a push that its worker waits for it, without other waiting workers."""
 
 NEAR_FULL = 0.5
 """Of the memory that there is: from here on shapes are too coarse, and a step is run dry."""
@@ -69,7 +66,7 @@ CUT_BY_TP = ("Linear",)
 ROW_LAYERS = ("Embedding", "EmbeddingBag", "HashEmbedding")
 
 
-# ---- what goes in ---------------------------------------------------------------------------------
+# ---- inputs ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +157,7 @@ class Workload:
     """Share of a sum of gradients that backward hides, as two workers showed."""
 
     waiting_s: float = 0.0
-    """What workers of one step wait for each other beyond the sum itself, as two workers showed."""
+    """Time that workers of one step wait for each other beyond the sum itself, measured with two workers."""
 
     num_tensors: int = 0
     """Parameters by name, where they are known."""
@@ -206,12 +203,22 @@ class LinkSpeed(NamedTuple):
     bytes_per_s: float
 
 
+class TensorCost(NamedTuple):
+    """Cost of each parameter, independent of its size."""
+
+    copies_s: float = 100e-6
+    """Under fsdp in a step: the copies around its gathers and sums."""
+
+    apply_s: float = 30e-6
+    """In an update by Adam."""
+
+
 TEN_GIGABIT = LinkSpeed(50e-6, 1.25e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterShape:
-    """What a job would run on."""
+    """Cluster that a job would run on."""
 
     hosts: int = 1
     per_host: int = 1
@@ -233,8 +240,10 @@ class ClusterShape:
     exchanges: Mapping[str, LinkSpeed] = field(default_factory=dict)
     """Of each exchange within a host, per message and byte that a worker sends; see `fitted`."""
 
-    codec_s_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """Of each compressor: seconds to encode and decode a byte of gradients."""
+    codecs: Mapping[str, LinkSpeed] = field(default_factory=dict)
+    """Of each compressor: what it takes beside the sum of what it sends."""
+
+    tensors: TensorCost = field(default_factory=TensorCost)
 
     copy_bytes_per_s: float = 4e9
     """Of a copy in memory: pushes and pulls at a server of the same host."""
@@ -307,8 +316,10 @@ class PlanCandidate:
 
     @property
     def mechanism(self) -> str:
-        """The family without its replicas: ways that a measurement of one of them tells something of."""
-        return ",".join(name for name in self.family.split(",") if name != "dp")
+        """The family without its replicas, its exchange and its compressor: ways that a measurement of one of them tells something of."""
+        names = [name for name in self.family.split(",") if name != "dp"]
+        names += [self.exchange] if self.exchange != "auto" else []
+        return ",".join([*names, self.compress] if self.compress != "none" else names)
 
     def flags(self) -> list[str]:
         """Options of `shoal run`."""
@@ -319,7 +330,7 @@ class PlanCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a candidate would cost."""
+    """Predicted cost of a candidate."""
 
     candidate: PlanCandidate
     batch: int
@@ -382,8 +393,13 @@ def _levels(n: int) -> float:
     return 2 * math.ceil(math.log2(n))
 
 
+SHARDS = "fsdp"
 SUMS: dict[str, ExchangeCost] = {
     "native": ExchangeCost(lambda n: 2 * (n - 1), _ring_share, lambda w, h: _ring_share(w * h)),
+    # A unit of fsdp gathers its parameters for forward and for backward, and sums and scatters its gradients.
+    SHARDS: ExchangeCost(
+        lambda n: 3 * (n - 1), lambda n: 1.5 * _ring_share(n), lambda w, h: 1.5 * _ring_share(w * h)
+    ),
     "ring": ExchangeCost(lambda n: 2 * (n - 1), _ring_share, lambda w, h: _ring_share(w * h)),
     "shm": ExchangeCost(_levels, _ring_share, lambda w, h: math.inf),
     "tree": ExchangeCost(_levels, _levels, lambda w, h: _levels(h)),
@@ -521,14 +537,15 @@ def _terms(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> 
     if axes.pp > 1:
         terms["bubble"] = (axes.pp - 1) * micro_s * BUBBLE_LEFT[c.schedule]
     parts = axes.tp * axes.pp * axes.fsdp
-    terms["apply"] = w.apply_s * slow / parts
+    # Calls for each parameter, and the loop between steps, are Python's: neither threads nor parts make them shorter.
+    calling = _turns(c, cluster, hosts) / cluster.speed
+    by_tensor_s = min(w.apply_s, w.num_tensors * cluster.tensors.apply_s)
+    terms["apply"] = by_tensor_s * calling / axes.pp + (w.apply_s - by_tensor_s) * slow / parts
     if w.row_bytes and parts > 1:
         terms["apply"] = w.apply_alone_s * slow  # rows are not cut: a worker has those of its whole slice
-    if axes.fsdp > 1 or axes.tp > 1:
-        terms["apply"] += w.num_tensors * DTENSOR_APPLY_S / cluster.speed
     if axes.fsdp > 1:
-        terms["compute"] += w.num_tensors * FSDP_COPIES_S / cluster.speed
-    terms["read"], terms["other"] = w.read_s * slow * share, w.other_s * slow
+        terms["compute"] += w.num_tensors * cluster.tensors.copies_s * calling
+    terms["read"], terms["other"] = w.read_s * slow * share, w.other_s * calling
     if c.servers:
         _add_server_terms(terms, c, w, cluster, hosts, slow)
         return terms
@@ -539,14 +556,28 @@ def _terms(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> 
         terms["communication"] = met_s / c.sync_every
         return terms
     terms["communication"] = (
-        _exposed(_gradients_s(c, w, cluster, hosts), w.overlap, hidden_s)
+        _exposed(_gradients_s(c, w, cluster, hosts), _overlap(c, w, hosts), hidden_s)
         + _exposed(_gathers_s(axes, w, cluster, hosts), GATHERS_HIDE * w.overlap, hidden_s)
         + _activations_s(axes, w, cluster, num_micro, share)
         + _rows_s(w, axes, cluster)
         + w.waiting_s
-        + cluster.codec_s_per_byte.get(c.compress.partition(":")[0], 0.0) * w.gradient_bytes
+        + _codec_s(c, w, cluster)
     )
     return terms
+
+
+def _overlap(c: PlanCandidate, w: Workload, hosts: int) -> float:
+    """Share of a sum that backward hides: of the exchange that was measured, and of links between hosts.
+
+    Within a host the threads of another exchange take turns with backward on the same cores.
+    """
+    is_measured = c.exchange in ("auto", auto_exchange(c.workers, hosts))
+    return w.overlap if is_measured or hosts > 1 else 0.0
+
+
+def _codec_s(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> float:
+    found = cluster.codecs.get(c.compress.partition(":")[0])
+    return found.latency_s + w.gradient_bytes / found.bytes_per_s if found is not None else 0.0
 
 
 def _slowdown(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> float:
@@ -554,9 +585,12 @@ def _slowdown(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) 
     each = -(-c.workers // hosts)
     servers = -(-c.servers // hosts)
     threads = max(1, (cluster.cores - servers // 2) // each)
-    # Servers work while their workers wait for them, so they take no core from these.
-    turns = max(1.0, each * threads / cluster.cores)
-    return math.pow(w.threads / threads, w.thread_gain) * turns / cluster.speed
+    return math.pow(w.threads / threads, w.thread_gain) * _turns(c, cluster, hosts) / cluster.speed
+
+
+def _turns(c: PlanCandidate, cluster: ClusterShape, hosts: int) -> float:
+    """By which workers that are more than cores take longer. Servers work while their workers wait, and take no core from these."""
+    return max(1.0, -(-c.workers // hosts) / cluster.cores)
 
 
 def _crowding(c: PlanCandidate, w: Workload, hosts: int) -> float:
@@ -593,7 +627,7 @@ def _sharing(workers: int, hosts: int, group: int, span: int) -> int:
 
 
 def _gathers_s(axes: Axes, w: Workload, cluster: ClusterShape, hosts: int) -> float:
-    """fsdp: parameters are gathered for forward and for backward, gradients scattered; each is half an all-reduce."""
+    """fsdp: units are gathered and scattered, as `shards_of` measures them."""
     if axes.fsdp == 1:
         return 0.0
     around = axes.fsdp * axes.tp  # ranks from one end of a shard group to the other
@@ -601,8 +635,7 @@ def _gathers_s(axes: Axes, w: Workload, cluster: ClusterShape, hosts: int) -> fl
     num_bytes = w.gradient_bytes / (axes.tp * axes.pp)
     units = 1 + sum(layer.parameter_bytes >= UNIT_BYTES for layer in w.layers)
     sharing = _sharing(axes.num_ranks, hosts, axes.fsdp, span)
-    each_s = all_reduce_s("native", num_bytes / units, axes.fsdp, cluster, hosts=span, sharing=sharing)
-    return 1.5 * units * each_s
+    return units * all_reduce_s(SHARDS, num_bytes / units, axes.fsdp, cluster, hosts=span, sharing=sharing)
 
 
 def _activations_s(axes: Axes, w: Workload, cluster: ClusterShape, num_micro: int, share: float) -> float:
@@ -664,13 +697,18 @@ def _add_server_terms(
         terms["apply"] *= 1 - row_share
         terms["server"] = max(0.0, served_s - terms["compute"])
         return
-    served_s = (c.workers * copies_s / 2 + w.apply_s * slow * replicas) / c.servers
     terms["apply"] = 0.0
     if parsed.is_exact:
+        # Each push is copied and added to the sum, and the sum is applied once.
+        served_s = (c.workers * copies_s + w.apply_s * slow * replicas) / c.servers
         terms["communication"] = copies_s + link_s + w.waiting_s
         terms["server"] = served_s
     else:
-        # Nobody waits for anybody: each push is an update of a slice, so a batch takes as many of them as there are workers.
+        # No worker waits for another: each push is an update of a slice, so a batch takes as many of them
+        # as there are workers. A server applies it without neighbours that apply at the same time, and
+        # duplicate rows were merged before the push: the shorter of the two measured times.
+        apply_s = min(w.apply_alone_s or w.apply_s, w.apply_s)
+        served_s = (copies_s / 2 + apply_s * slow * replicas) / c.servers
         own_s = sum(terms.values()) + copies_s + link_s + ASYNC_WAITS * served_s
         terms["communication"] = copies_s + link_s
         if parsed.bound is not None:  # ssp: the quickest waits for the slowest once it is so many steps ahead
@@ -736,7 +774,7 @@ def memory_of(c: PlanCandidate, w: Workload) -> int:
 
 
 def _dry_bytes(c: PlanCandidate, dry: DryRun) -> float:
-    """What a candidate makes of a dry run: tp and pp divide it, servers hold the optimizer's state, ddp sums in buckets."""
+    """Memory of a candidate from a dry run: tp and pp divide it, servers hold the optimizer's state, ddp sums in buckets."""
     if c.servers and strategies.parse(c.strategy).mode != "hybrid":
         return dry.peak_bytes
     buckets = dry.gradient_bytes if c.family == "ddp" and c.workers > 1 else 0
@@ -776,7 +814,7 @@ def worker_counts(cluster: ClusterShape) -> list[int]:
 def enumerate_candidates(
     cluster: ClusterShape, *, counts: Sequence[int] | None = None
 ) -> Iterator[PlanCandidate]:
-    """Every way there is; most of them cannot run, or make no sense, and `refusal` says so."""
+    """Every combination; most of them cannot run, or make no sense, and `refusal` gives the reason."""
     for workers in counts if counts is not None else worker_counts(cluster):
         if workers == 1:
             yield PlanCandidate(workers=1, strategy="single")
@@ -891,7 +929,7 @@ def learned(predictions: Sequence[Prediction], measured: Mapping[PlanCandidate, 
 
 
 def value_of(prediction: Prediction, objective: str) -> float:
-    """What is to be as small as can be."""
+    """Objective to minimise."""
     return prediction.step_s if objective == "time" else (prediction.cost_per_million or math.inf)
 
 

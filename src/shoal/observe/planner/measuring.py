@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,12 +23,14 @@ from shoal.observe import record as records
 from shoal.observe import runs
 from shoal.observe.planner.cost_model import (
     ROW_LAYERS,
+    SHARDS,
     TERMS,
     ClusterShape,
     DryRun,
     LinkSpeed,
     ModelLayer,
     PlanCandidate,
+    TensorCost,
     Workload,
     all_reduce_s,
     asks_for_dry_run,
@@ -59,9 +61,6 @@ SPAN_TERM = {
 MAX_OVERLAP = 0.95
 PARTS = 4
 """Parts of a batch by which the cost of a forward and backward beside its samples is measured."""
-
-CODEC_BYTES = 4 << 20
-"""Of the gradient by which compressors are measured."""
 
 COPIED_BYTES = 32 << 20
 MAX_DRY_RUNS = 16
@@ -225,7 +224,7 @@ def calibrate(runs_: ScriptRuns, num_workers: int, *, with_parts: bool = True) -
 def again(
     runs_: ScriptRuns, name: str, candidate: PlanCandidate, *, threads: int | None = None
 ) -> MeasuredRun:
-    """Run a script that ran before. One that cannot is told apart from one that this strategy cannot train."""
+    """Run a script again. A script that fails by itself is distinguished from one that this strategy cannot train."""
     try:
         return runs_.run(name, candidate, threads=threads)
     except ClusterError as failed:
@@ -272,7 +271,8 @@ def workload_of(calibration: Calibration, cluster: ClusterShape) -> Workload:
             max((calibration.in_parts.terms["compute"] - whole_s) / (PARTS - 1), 0.0), MAX_FIXED * whole_s
         )
     else:
-        # What neighbours cost is taken for it: too much for many small slices, and right for slices as large as these.
+        # The slowdown by neighbouring workers is used for it: too much for many small slices, and right for
+        # slices of this size.
         fixed_s = min(max((n * slice_s - whole_s) / (n - 1), 0.0), MAX_FIXED * whole_s)
     dense, rows = _told_apart(several.sent_bytes, layers, parameter_bytes)
     sum_s = gradient_sum_s("auto", dense, n, cluster, hosts=1) + all_reduce_s(
@@ -363,6 +363,47 @@ def dry_runs_of(told: Sequence[Mapping[str, Any]]) -> tuple[DryRun, ...]:
 # ---- links ----------------------------------------------------------------------------------------
 
 
+class LinkTimes(NamedTuple):
+    """Seconds that `shoal.cli.bench.command.measure_links` measured on this machine, with as many workers as are planned for."""
+
+    exchanges: Mapping[int, Mapping[str, float]]
+    """By bytes and exchange."""
+
+    compressors: Mapping[str, Mapping[int, float]]
+    """By compressor and bytes; "none" is the sum alone."""
+
+    shards: Sequence[Mapping[str, float]]
+    """Of models under fsdp and without, by bytes and number of parameters."""
+
+
+def with_links(cluster: ClusterShape, times: LinkTimes, num_workers: int) -> ClusterShape:
+    """A cluster whose links within a host are as they were measured here."""
+    unit, costs = shards_of(times.shards, num_workers)
+    return replace(
+        cluster,
+        exchanges=links_of(times.exchanges, num_workers) | {SHARDS: unit},
+        codecs=codecs_of(times.compressors, num_workers),
+        tensors=costs,
+    )
+
+
+def shards_of(lines: Sequence[Mapping[str, float]], num_workers: int) -> tuple[LinkSpeed, TensorCost]:
+    """A unit of fsdp by its bytes, and each of its parameters."""
+
+    def gathered(line: Mapping[str, float]) -> float:
+        return max(line["sharded_s"] - line["plain_s"], 0.0)
+
+    few, many, large = lines
+    more = many["parameters"] - few["parameters"]
+    copies_s = max((gathered(many) - gathered(few)) / more, 0.0)
+    apply_s = max((many["sharded_apply_s"] - few["sharded_apply_s"]) / more, 0.0)
+    by_bytes = {
+        round(line["bytes"]): max(gathered(line) - line["parameters"] * copies_s, 1e-6)
+        for line in (few, large)
+    }
+    return fitted(SHARDS, by_bytes, num_workers), TensorCost(copies_s, apply_s)
+
+
 def links_of(by_size: Mapping[int, Mapping[str, float]], num_workers: int) -> dict[str, LinkSpeed]:
     """Latency and bandwidth of each exchange within a host, from seconds by size and exchange."""
     names = {name for medians in by_size.values() for name in medians}
@@ -372,18 +413,23 @@ def links_of(by_size: Mapping[int, Mapping[str, float]], num_workers: int) -> di
     }
 
 
-def codecs_of(seconds: Mapping[str, float], cluster: ClusterShape, num_workers: int) -> dict[str, float]:
-    """Seconds a byte that compressors take beside the sum of what they send."""
-    side = math.isqrt(CODEC_BYTES // 4)
-    layer = ModelLayer(
-        name="", kind="Linear", parameters=side * side, parameter_bytes=CODEC_BYTES, features=side
-    )
+def codecs_of(seconds: Mapping[str, Mapping[int, float]], num_workers: int) -> dict[str, LinkSpeed]:
+    """Seconds of compressors beside the sum of what they send: of a gradient, and of its bytes."""
     found = {}
-    for name, took_s in seconds.items():
+    for name, by_bytes in seconds.items():
         if name != "none":
-            sent = compressed(name, CODEC_BYTES, num_workers, [layer])
-            sum_s = seconds["none"] * sent / CODEC_BYTES
-            found[name] = max(0.0, took_s - sum_s) / CODEC_BYTES
+            small, large = sorted(by_bytes)
+            beside = {}
+            for size in (small, large):
+                side = math.isqrt(size // 4)
+                layer = ModelLayer(
+                    name="", kind="Linear", parameters=side * side, parameter_bytes=size, features=side
+                )
+                sum_s = seconds["none"][size] * compressed(name, size, num_workers, [layer]) / size
+                beside[size] = max(0.0, by_bytes[size] - sum_s)
+            # Never zero: a plan is JSON, which has no infinite bandwidth.
+            slope = max(1e-18, (beside[large] - beside[small]) / (large - small))
+            found[name] = LinkSpeed(max(0.0, beside[small] - small * slope), 1 / slope)
     return found
 
 

@@ -53,7 +53,7 @@ def apply(plan: TensorPlan, model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def try_blocks(model: nn.Module, mesh: DeviceMesh, inputs: Tree) -> BlockTrial:
-    """The blocks of a model that its names tell, each kind of them cut on trial. Collective."""
+    """Blocks of a model recognised by names, each kind of them partitioned on trial. Collective."""
 
     def cut(part: nn.Module, styles: Mapping[str, str]) -> None:
         plan = TensorPlan(mesh.size(), local=dict(styles))
@@ -68,8 +68,33 @@ def try_blocks(model: nn.Module, mesh: DeviceMesh, inputs: Tree) -> BlockTrial:
 def running(runs_model: bool = True) -> Iterator[None]:
     """Context in which a cut model runs; `runs_model=False` where only torch's own code works on its tensors (the update)."""
     # A mask or a table that the user's forward brings along is the same on every rank. The mode costs every call a little.
-    with implicit_replication(), InplaceWriteMode() if runs_model else contextlib.nullcontext():
+    with implicit_replication(), contextlib.ExitStack() as stack:
+        if runs_model:
+            stack.enter_context(InplaceWriteMode())
+            stack.enter_context(_once_differentiable())
         yield
+
+
+@contextlib.contextmanager
+def _once_differentiable() -> Iterator[None]:
+    """Refuse gradients of gradients: sums that DTensor makes in backward are left out of the second one, without a word."""
+    grad = torch.autograd.grad
+
+    @functools.wraps(grad)
+    def refusing(*args: Any, **settings: Any) -> Any:
+        if settings.get("create_graph"):
+            raise ConfigError(
+                "the model or its loss differentiates a gradient (torch.autograd.grad with create_graph=True, a gradient penalty say), and "
+                "under tp the second backward of cut layers leaves sums over the workers out. Nothing of this step was updated; use "
+                "--strategy ddp, fsdp or ps."
+            )
+        return grad(*args, **settings)
+
+    torch.autograd.grad = refusing
+    try:
+        yield
+    finally:
+        torch.autograd.grad = grad
 
 
 def match_placements(parameters: Iterable[nn.Parameter]) -> None:
@@ -130,7 +155,7 @@ class _ModelCutter:
         self._enter = Entrance(self._ranks)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._packing = plan.packing_of(model)
-        # What DTensor hands out is a view, into which nothing may be written.
+        # DTensor returns a view here, which must not be written into.
         self._writes = any(getattr(module, "inplace", False) is True for module in model.modules())
 
     def run(self) -> None:
@@ -163,7 +188,7 @@ class _ModelCutter:
         self._after(self._model, plain)
 
     def _tie_again(self) -> None:
-        """Give a parameter that was cut to every module that holds it: a bias of BERT's head is also its parent's."""
+        """Assign a sharded parameter to every module that holds it: a bias of BERT's head is also its parent's."""
         for module in self._model.modules():
             for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if id(parameter) in self._cut:
@@ -193,7 +218,8 @@ class _ModelCutter:
         if isinstance(module, nn.Embedding):
             self._place(module, "weight", Shard(0))
             self._before(module, lambda tensor: self._as(tensor, Replicate()))
-            # Rows that other ranks hold are masked, which no gradient can be cut like: made whole before it is cut anew.
+            # Rows of other ranks are masked, and no gradient can have that placement: made whole before it
+            # is sharded again.
             self._after(module, plain)
             if self._plan.is_sequence:
                 self._after(module, lambda tensor: self._as(tensor, self._part_of(tensor)))
@@ -220,7 +246,7 @@ class _ModelCutter:
         if inputs:
             module.register_forward_pre_hook(hook, with_kwargs=True)
         if not self._plan.is_sequence:
-            self._after(module, plain)  # weights of an attention, say
+            self._after(module, plain)  # for example weights of an attention
 
     def _cut_sequences(self) -> None:
         """Make the rest of the model work on DTensors sharded along the sequence."""
@@ -237,7 +263,7 @@ class _ModelCutter:
             if row is not None and row.style == "sequence":
                 self._before(module, self._along_sequence)
             elif is_alone and not isinstance(module, (nn.Linear, nn.Embedding, *NORMS)):
-                # Nothing is known of what it does with its inputs: it gets them whole and plain.
+                # Its use of its inputs is unknown: it gets them whole and plain.
                 whole.update(module.modules())
                 self._before(module, plain)
                 self._after(module, lambda tensor: self._as(tensor, Replicate()))
@@ -247,7 +273,7 @@ class _ModelCutter:
             for key in parameters:
                 self._place(module, key, Replicate())
 
-    # ---- what happens to tensors ----------------------------------------------------------------
+    # ---- conversions of tensors -----------------------------------------------------------------
 
     def _as(self, tensor: Tensor, placement: Placement) -> Tensor:
         """The tensor with this placement; a plain one counts as replicated."""
@@ -283,7 +309,7 @@ class _ModelCutter:
         self._has_noted_length = True
         return Replicate()
 
-    # ---- where it happens -----------------------------------------------------------------------
+    # ---- hooks ----------------------------------------------------------------------------------
 
     def _place(self, module: nn.Module, key: str, placement: Placement) -> None:
         parameter = getattr(module, key)

@@ -4,6 +4,11 @@ import { clear, colour } from "./dom.js";
 const PALETTE = ["#0ea5e9", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#14b8a6", "#ec4899", "#84cc16", "#6366f1", "#f97316"];
 const drawn = new Map(); // key -> its div: kept over updates, so that a zoom stays
 
+// Plotly's script is large: a run is fetched and its figures are shown while it loads.
+const script = document.getElementById("plotly");
+script?.addEventListener("load", () => { for (const div of drawn.values()) if (div.isConnected) div.redraw(); });
+script?.addEventListener("error", () => { for (const div of drawn.values()) div.textContent = "No chart: Plotly's script could not be loaded."; });
+
 export function seriesColour(index) { return PALETTE[index % PALETTE.length]; }
 export function forgetCharts() { for (const div of drawn.values()) window.Plotly?.purge(div); drawn.clear(); }
 
@@ -25,9 +30,9 @@ export function chart(key, traces, { x = "", y = "", log = false, small = false,
     showlegend: traces.filter((trace) => trace.showlegend !== false).length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11.5 } },
     uirevision: key, barmode: "group", shapes, bargap: 0.25,
   };
-  const draw = () => window.Plotly.react(div, traces.map(plain), layout, { displayModeBar: false, responsive: true, locale: "en" });
+  div.redraw = () => window.Plotly?.react(div, traces.map(plain), layout, { displayModeBar: false, responsive: true, locale: "en" });
   // A chart is measured when it is drawn: it has to be in the page then.
-  if (isNew || !div.isConnected) requestAnimationFrame(() => { if (div.isConnected) draw(); }); else draw();
+  if (isNew || !div.isConnected) requestAnimationFrame(() => { if (div.isConnected) div.redraw(); }); else div.redraw();
   return div;
 }
 

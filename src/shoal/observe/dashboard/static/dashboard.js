@@ -95,5 +95,4 @@ document.addEventListener("click", (event) => {
 addEventListener("popstate", show);
 addEventListener("chosen", () => { refresh(); listen(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
-addEventListener("DOMContentLoaded", show);
-if (document.readyState !== "loading") show();
+show(); // a module runs when the document is parsed: waiting for DOMContentLoaded too fetched and drew everything twice

@@ -27,7 +27,7 @@ export function short(value, digits = 3) {
   if (typeof value !== "number") return "–";
   const size = Math.abs(value);
   for (const [limit, unit] of [[1e9, " G"], [1e6, " M"], [1e4, " k"]]) if (size >= limit) return `${(value / (limit === 1e4 ? 1e3 : limit)).toPrecision(digits)}${unit}`;
-  return size >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(digits)));
+  return size >= 100 ? count(Math.round(value)) : String(Number(value.toPrecision(digits)));
 }
 export function count(value) { return typeof value === "number" ? value.toLocaleString("en") : "–"; }
 export function percent(value) { return typeof value === "number" ? `${(value * 100).toFixed(value < 0.0995 && value > 0 ? 1 : 0)} %` : "–"; }

@@ -138,9 +138,11 @@ function facts(value) {
   if (value === null || typeof value !== "object") return text(value);
   return Object.entries(value).map(([name, each]) => (each !== null && typeof each === "object" ? `${name} (${facts(each)})` : Array.isArray(value) ? text(each) : `${name} ${each}`)).join(", ");
 }
-function eventRow(event) {
+const processOf = (event) => (typeof event.rank === "number" ? `worker-${event.rank}` : typeof event.server === "number" ? `server-${event.server}` : text(event.event).split("-")[0]);
+function eventRow(event, deaths) {
   const told = Object.entries(event).filter(([name]) => !HIDDEN.has(name)).map(([name, value]) => `${name} ${value !== null && typeof value === "object" ? facts(value) : typeof value === "number" ? Number(value.toPrecision(6)) : value}`).join(", ");
-  const bad = /exited|lost|fault|failed|skip/.test(event.event) && event.code !== 0;
+  // Servers are killed when a job is over: an exit is bad where the server calls it a death.
+  const bad = /-exited$/.test(event.event) ? deaths.has(`${processOf(event)} ${event.time}`) : /lost|fault|failed|skip/.test(event.event);
   return [clock(event.time), badge(text(event.event), bad ? "bad" : /replaced|live|resumed/.test(event.event) ? "good" : "plain"), told];
 }
 
@@ -148,10 +150,10 @@ let wanted = "";
 function events(main, view) {
   const found = view.faults;
   const search = element("input", { type: "search", placeholder: "filter events", "aria-label": "filter events", value: wanted });
-  const list = element("div");
+  const list = element("div"), deaths = new Set(found.map((fault) => `${fault.process} ${fault.at}`));
   const fill = () => {
     wanted = search.value;
-    const rows = [...view.events].reverse().map(eventRow).filter((row) => !wanted || `${row[1].textContent} ${row[2]}`.toLowerCase().includes(wanted.toLowerCase()));
+    const rows = [...view.events].reverse().map((event) => eventRow(event, deaths)).filter((row) => !wanted || `${row[1].textContent} ${row[2]}`.toLowerCase().includes(wanted.toLowerCase()));
     into(list, rows.length ? table([["time"], ["event"], ["facts", "wrap"]], rows) : empty("no such event"));
   };
   search.oninput = fill;
