@@ -17,8 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from tests.hosts.namespaces import Cluster, unsupported
 
 from benchmarks.harness import Report
 
@@ -38,7 +41,7 @@ class Training:
         self._run_dir = folder / "runs" / "job"
         self._environment = {
             **os.environ,
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
             "OMP_NUM_THREADS": "1",
             "SHOAL_JOIN_KEY": "a-key-for-benchmarks-0123456789",
         }
@@ -142,9 +145,19 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def main(quick: bool = False, losses: int = 50, joins: int = 20) -> None:
-    from tests.hosts.namespaces import Cluster, unsupported
+def repeat(folder: Path, workers: int, measure: Callable[[Training], float], count: int) -> list[float]:
+    """Seconds of so many losses or joins of one job on a cluster of its own."""
+    folder.mkdir()
+    with Cluster(2, folder / "cluster") as cluster:
+        training = Training(cluster, folder / "job", workers)
+        try:
+            return [measure(training) for _ in range(count)]
+        finally:
+            training.close()
 
+
+def main(quick: bool = False, losses: int = 50, joins: int = 20, at_once: int = 1) -> None:
+    """`at_once`: jobs side by side, each on its own hosts, which share the losses; for machines with cores to spare."""
     if reason := unsupported():
         print(f"hosts_loss is skipped: {reason}", file=sys.stderr)
         return
@@ -156,15 +169,24 @@ def main(quick: bool = False, losses: int = 50, joins: int = 20) -> None:
     # Not in /tmp: that is each host's own.
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="shoal-hosts-") as name:
         for number, (figure, workers, measure, count) in enumerate(parts):
-            with Cluster(2, Path(name) / f"cluster-{number}") as cluster:
-                training = Training(cluster, Path(name) / f"job-{number}", workers)
-                try:
-                    seconds = [measure(training) for _ in range(count)]
-                finally:
-                    training.close()
+            jobs = at_once if measure is Training.lose_host else 1
+            with ThreadPoolExecutor(jobs) as pool:
+                started = [
+                    pool.submit(repeat, Path(name) / f"{number}-{job}", workers, measure, -(-count // jobs))
+                    for job in range(jobs if count else 0)
+                ]
+                seconds = [each for job in started for each in job.result()]
+            if not seconds:
+                continue
             busy = round(os.getloadavg()[1] / cores, 1)
             report.add(
-                figure, percentiles(seconds), workers=workers, hosts=2, cores=cores, load_per_core=busy
+                figure,
+                percentiles(seconds),
+                workers=workers,
+                hosts=2,
+                cores=cores,
+                load_per_core=busy,
+                at_once=jobs,
             )
             if not quick:
                 report.save()

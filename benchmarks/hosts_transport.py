@@ -13,6 +13,7 @@ and stopped while another is measured.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import statistics
@@ -101,7 +102,13 @@ def hosts(folder: Path) -> Iterator[tuple[str, str, Start]]:
     """(what it is, address of the first, how to start a process): namespaces where they can be had."""
     root = Path(__file__).parents[1]
     options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    options |= {"env": {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "GLOO_SOCKET_IFNAME": "eth0"}}
+    options |= {
+        "env": {
+            **os.environ,
+            "PYTHONPATH": f"{root / 'src'}:{root}:{os.environ.get('PYTHONPATH', '')}",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+    }
     try:
         from tests.hosts.namespaces import Cluster, unsupported
 
@@ -173,7 +180,7 @@ def compare(
                     )
                     figure = f"{what} of 64 MiB over {kind}, median time: {count} connections / one"
                     report.add(figure, values, between=between, repeats=few, load=load())
-        for other in ("bare", "rpc", "grpc"):
+        for other in ("bare", "rpc", *(("grpc",) if importlib.util.find_spec("grpc") else ())):
             theirs = bare if other == "bare" else ends(other)
             for kind in ("plain", "tls"):
                 values = alternate(

@@ -159,7 +159,7 @@ class InOneProcess:
     def finish(self, work: None, operation: str) -> None:
         pass
 
-    def gather_in_place(self, whole: Tensor, operation: str) -> None:
+    def start_gather_in_place(self, whole: Tensor) -> None:
         if len(whole):
             ring.all_gather(self._home, list(whole.view(self.num_workers, -1)), own=self.rank)
 

@@ -72,6 +72,9 @@ def test_a_cluster_file_names_hosts_with_their_roles() -> None:
         ("[[host]]\nworkers = 1", "without a name"),
         ('[[host]]\nname = "a"\nworker = 1', "Did you mean 'workers'"),
         ('[[host]]\nname = "a"\nworkers = -1', "is no number of workers"),
+        ('plaintext = "no"\n[[host]]\nname = "a"', "plaintext = 'no' is not true or false"),
+        ('join_timeout_s = true\n[[host]]\nname = "a"', "is not a number of seconds"),
+        ('[[host]]\nname = "a"\n[[host]]\nname = "a"', "names the host a twice"),
     ],
 )
 def test_a_wrong_cluster_file_is_named(text: str, said: str) -> None:
@@ -84,8 +87,9 @@ def test_tf_config_is_understood() -> None:
         '{"cluster": {"chief": ["a:1"], "worker": ["a:2", "b:1"], "ps": ["b:3"]}, "task": {"type": "chief", "index": 0}}'
     )
     assert (said["names"], said["workers"], said["servers"]) == (("a", "b"), (2, 1), (0, 1))
-    with pytest.raises(ConfigError, match="TF_CONFIG is not"):
-        read_tf_config("{}")
+    for wrong in ("{}", '{"cluster": {"worker": "host-0:1"}}'):
+        with pytest.raises(ConfigError, match="TF_CONFIG is not"):
+            read_tf_config(wrong)
 
 
 def test_several_hosts_need_an_address_to_listen_at() -> None:

@@ -197,6 +197,11 @@ class Host:
         self._dropped = directions
         self._shape()
 
+    def cut_off_from(self, other: Host) -> None:
+        """Lose every packet to one other host without a sign, until this one is killed."""
+        nowhere = f"neigh replace {other.address} lladdr 02:77:00:00:00:ff dev {INTERFACE} nud permanent"
+        _run_in_network(self._running().pid, "ip", *nowhere.split())
+
     def limit(self, bandwidth: str | None) -> None:
         """Limit the rate in each direction: "100mbit", "1gbit"; None is no limit."""
         self._bandwidth = bandwidth

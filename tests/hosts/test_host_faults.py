@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -137,6 +138,21 @@ def test_interrupting_an_agent_drains_its_host(gated: Start) -> None:
     assert run.job.events("host-lost") == []
     assert [each["host"] for each in run.job.events("host-left")] == [2]
     assert "host 2 leaves: its agent was stopped by SIGTERM" in run.job.output()
+
+
+def test_hosts_that_reach_the_head_and_not_each_other_are_named(gated: Start) -> None:
+    run = gated(3, 3, "--exchange", "native", "--step-timeout", "5")
+    run.hosts[1].cut_off_from(run.hosts[2])
+    run.hosts[2].cut_off_from(run.hosts[1])
+    run.go()
+    assert run.job.wait() == 3, run.job.story()
+    told = " ".join(run.job.output().split())
+    assert re.search(
+        r"rank (1 got no answer from rank 2 \(10\.77\.0\.3\)|2 got no answer from rank 1 \(10\.77\.0\.2\))",
+        told,
+    ), run.job.story()
+    assert "the group is formed again (1 of 6 times)" in told
+    run.assert_nothing_left()
 
 
 def test_servers_on_every_host_survive_the_loss_of_one(gated: Start) -> None:

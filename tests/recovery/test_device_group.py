@@ -17,13 +17,13 @@ class Waiting:
     def __init__(self, *, timeout_s: float = 100.0, is_busy: bool = True) -> None:
         self.is_broken = self.is_busy = False
         self.is_busy = is_busy
-        self.let_go = threading.Event()
+        self.aborted = threading.Event()
         self.num_looks = 0
         self.watch = DeviceWatch(
             torch.device("cpu"),
             timeout_s,
             is_broken=self._look,
-            let_go=self.let_go.set,
+            abort_groups=self.aborted.set,
             is_busy=lambda: self.is_busy,
         )
 
@@ -37,7 +37,7 @@ def test_a_closed_connection_frees_whoever_waits_and_nothing_of_it_is_used() -> 
 
     def step() -> None:
         waiting.is_broken = True
-        assert waiting.let_go.wait(10.0)
+        assert waiting.aborted.wait(10.0)
         raise FloatingPointError("the loss is no number")  # what became of what the collectives left behind
 
     with pytest.raises(RuntimeError, match="a connection of the group was closed"), waiting.watch.over():
@@ -47,7 +47,7 @@ def test_a_closed_connection_frees_whoever_waits_and_nothing_of_it_is_used() -> 
 def test_a_device_that_is_not_done_in_time_is_let_go_of() -> None:
     waiting = Waiting(timeout_s=0.0)
     with pytest.raises(RuntimeError, match="not done after"), waiting.watch.over():
-        assert waiting.let_go.wait(10.0)
+        assert waiting.aborted.wait(10.0)
 
 
 def test_a_host_that_takes_its_time_is_left_alone_and_the_device_has_all_of_its_own() -> None:
@@ -59,7 +59,7 @@ def test_a_host_that_takes_its_time_is_left_alone_and_the_device_has_all_of_its_
         waiting.is_busy = True  # for the first time now, though it is long since we began
         while waiting.num_looks < seen + 6:
             threading.Event().wait(0.05)
-    assert not waiting.let_go.is_set()
+    assert not waiting.aborted.is_set()
     waiting.watch.ended = "over"  # ends the thread
 
 
@@ -83,7 +83,7 @@ def test_a_wish_to_leave_stays_one() -> None:
 
     def step() -> None:
         waiting.is_broken = True
-        assert waiting.let_go.wait(10.0)
+        assert waiting.aborted.wait(10.0)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), waiting.watch.over(), waiting.watch.over():
@@ -96,7 +96,7 @@ def test_errors_of_the_step_itself_pass_and_nobody_is_watched_in_between() -> No
         raise KeyError("of the user's")
     seen = waiting.num_looks
     waiting.is_broken = True
-    assert not waiting.let_go.wait(0.6)
+    assert not waiting.aborted.wait(0.6)
     assert waiting.num_looks == seen
     with pytest.raises(RuntimeError), waiting.watch.over():
-        assert waiting.let_go.wait(10.0)
+        assert waiting.aborted.wait(10.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
@@ -292,9 +293,12 @@ def hosts_config(
             )
     if options.get("key_file") is not None:
         options["key_file"] = str(options["key_file"])
-    return HostsConfig(
-        **{**said, **{key: value for key, value in options.items() if value or key not in said}}
-    )
+    # An option that was not given leaves what the cluster file says.
+    usual = {field.name: field.default for field in fields(HostsConfig)}
+    given = {
+        key: value for key, value in options.items() if key not in said or value not in (None, usual[key])
+    }
+    return HostsConfig(**{**said, **given})
 
 
 def enter_world(on: str | None) -> World | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -64,7 +65,7 @@ class HostsConfig:
     """Names of the hosts, this machine's first; empty: they are numbered as they come."""
 
     by_ssh: bool = False
-    """Start `shoal join` on the named hosts; else it is started there by somebody else."""
+    """Start `shoal join` on the named hosts by ssh; else the user starts it there."""
 
     ssh: str = "ssh -o BatchMode=yes"
     """Command that does so: the host's name and what to run there are added."""
@@ -306,6 +307,15 @@ def parse_bind(said: str) -> tuple[str, int]:
     return host, int(port) if port else DEFAULT_PORT
 
 
+_CLUSTER_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "bind": ((str,), "an address in quotes"),
+    "advertise": ((str,), "an address in quotes"),
+    "plaintext": ((bool,), "true or false"),
+    "ship": ((bool,), "true or false"),
+    "join_timeout_s": ((int, float), "a number of seconds"),
+}
+
+
 def read_cluster(text: str, source: str) -> dict[str, Any]:
     """Content of a cluster file, as keyword arguments of HostsConfig.
 
@@ -319,8 +329,11 @@ def read_cluster(text: str, source: str) -> dict[str, Any]:
         said = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is no TOML: {error}. Nothing was started.") from None
-    known = {"host", "bind", "advertise", "plaintext", "ship", "join_timeout_s"}
-    _refuse_unknown(said, known, source)
+    _refuse_unknown(said, {"host", *_CLUSTER_TYPES}, source)
+    for key, (kinds, in_words) in _CLUSTER_TYPES.items():
+        # A string would count as true: plaintext = "no" must not turn encryption off.
+        if type(said.get(key)) not in (*kinds, type(None)):
+            raise ConfigError(f"{source}: {key} = {said[key]!r} is not {in_words}. Nothing was started.")
     hosts = said.pop("host", [])
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, dict) for host in hosts):
         raise ConfigError(
@@ -339,8 +352,13 @@ def read_cluster(text: str, source: str) -> dict[str, Any]:
             )
     found: dict[str, Any] = {key: said[key] for key in said if key != "bind"}
     if "bind" in said:
-        found["bind"], found["port"] = parse_bind(str(said["bind"]))
+        found["bind"], found["port"] = parse_bind(said["bind"])
     found["names"] = tuple(host["name"] for host in hosts)
+    twice = [name for name, count in Counter(found["names"]).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"{source} names the host {twice[0]} twice. Nothing was started; add up its workers in one table."
+        )
     found["num_hosts"] = len(hosts)
     found["workers"] = tuple(host.get("workers", 1) for host in hosts)
     found["servers"] = tuple(host.get("servers", 0) for host in hosts)
@@ -351,6 +369,8 @@ def read_tf_config(text: str) -> dict[str, Any]:
     """Content of TensorFlow's TF_CONFIG, as keyword arguments of HostsConfig: chief and workers, and `ps` as servers."""
     try:
         cluster = json.loads(text)["cluster"]
+        if not all(isinstance(addresses, list) for addresses in cluster.values()):
+            raise TypeError
         workers = [str(each) for role in ("chief", "master", "worker") for each in cluster.get(role, [])]
         servers = [str(each) for each in cluster.get("ps", [])]
     except (ValueError, KeyError, TypeError, AttributeError):

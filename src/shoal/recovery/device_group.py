@@ -1,9 +1,9 @@
 """NCCL process groups: set-up, connection, abort, and the watchdog that aborts them.
 
-The host is not told of a lost peer: a kernel on the device waits for it, and
-the host waits for the device. So the group's connections on the host are
-watched (rendezvous.py), and the device's collectives are aborted when they
-end; their values are dropped.
+NCCL does not report a lost peer to the host: a kernel on the device waits for the peer, and the
+host waits for the device. So rendezvous.py watches the group's connections on the host, and the
+watchdog aborts the device's collectives when one of them closes. The values of aborted collectives
+are dropped.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.distributed.distributed_c10d import ProcessGroup, _abort_process_grou
 from shoal.config import placement
 from shoal.config.job import Job
 
-LET_GO_S = 10.0  # how long the end of a group is waited for: it takes milliseconds
+ABORT_TIMEOUT_S = 10.0  # limit for ending a group, which normally takes milliseconds
 
 
 def backend_for(job: Job) -> str:
-    """Gloo; and what belongs to the accelerator (NCCL) beside it where the workers' exchange by themselves."""
+    """Backend string: gloo, and the accelerator's own backend (NCCL) beside it where each worker has a device."""
     kind = placement.of_job(job).accelerator
     if kind is None or not placement.groups_on_devices(job):
         return "gloo"
@@ -35,31 +35,35 @@ def backend_for(job: Job) -> str:
 
 
 def set_up(job: Job, interfaces: str) -> None:
-    """Set the variables that NCCL reads at its start; of several interfaces it uses all."""
-    os.environ["NCCL_SOCKET_IFNAME"] = f"={interfaces}"  # these, not all whose names begin so
+    """Set the environment variables that NCCL reads at its start. Given several interfaces it uses all of them."""
+    os.environ["NCCL_SOCKET_IFNAME"] = (
+        f"={interfaces}"  # "=" matches these names exactly; without it NCCL matches prefixes
+    )
     # NCCL's own error handling ends the process. Ours watches the connections and aborts the groups that wait.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     if placement.of_job(job).is_shared:
-        # It refuses two ranks on one device of one host. As if on hosts of their own, they talk through sockets.
+        # NCCL refuses two ranks on one device of one host. With host ids of their own they talk through
+        # sockets.
         os.environ["NCCL_HOSTID"] = f"worker-{job.rank}"
         os.environ.setdefault("NCCL_NET", "Socket")
 
 
 def connect(device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Have all ranks of `group` connect now: later, a rank that waits for one that died meanwhile could not be interrupted."""
-    torch.accelerator.set_device_index(device.index)  # threads begin with the first one
+    """Connect all ranks of `group` now. A rank that connects later and waits for a dead one cannot be interrupted."""
+    torch.accelerator.set_device_index(device.index)  # new threads start with device 0
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     torch.accelerator.synchronize(device)
 
 
-def let_go() -> None:
-    """End what waits on the device, in all groups of this process. From any thread; nothing works in them any more."""
+def abort_groups() -> None:
+    """Abort all groups of this process, so that nothing waits on the device. Safe from any thread."""
     groups = [group for group in list(_world.pg_names) if _on_device(group) is not None]
-    # At once: the end of one waits until the device is done, and that may wait for another (measured: for ever).
+    # Abort all groups at once: one abort waits until the device is done, which may wait for another group
+    # (measured: for ever).
     ends = [threading.Thread(target=group.abort, name="ending a group", daemon=True) for group in groups]
     for end in ends:
         end.start()
-    until = time.monotonic() + LET_GO_S
+    until = time.monotonic() + ABORT_TIMEOUT_S
     for end in ends:
         end.join(max(until - time.monotonic(), 0.0))
 
@@ -68,7 +72,7 @@ def leave() -> None:
     """Take the default group down, and all within it, whatever the others do."""
     world = dist.group.WORLD
     if world is not None and _on_device(world) is not None:
-        let_go()
+        abort_groups()
         _abort_process_group()
     else:
         dist.destroy_process_group()
@@ -86,15 +90,13 @@ def _on_device(group: ProcessGroup) -> dist.ProcessGroupNCCL | None:
 
 LOOK_EVERY_S = 0.25
 
-FREE_WITHIN_S = (
-    20.0  # a device that is stuck in another way than we know holds its process for no longer than this
-)
+FREE_WITHIN_S = 20.0  # limit for a device that hangs in a way the abort does not end
 
 EXIT_STUCK = 70
 
 
 class DeviceWatch:
-    """The watch over one device, from the first `over` on."""
+    """Watchdog over one device; starts at the first `over`."""
 
     def __init__(
         self,
@@ -102,11 +104,11 @@ class DeviceWatch:
         timeout_s: float,
         *,
         is_broken: Callable[[], bool],
-        let_go: Callable[[], None] = let_go,
+        abort_groups: Callable[[], None] = abort_groups,
         is_busy: Callable[[], bool] | None = None,
         give_up: Callable[[], None] | None = None,
     ) -> None:
-        self._timeout_s, self._is_broken, self._let_go = timeout_s, is_broken, let_go
+        self._timeout_s, self._is_broken, self._abort = timeout_s, is_broken, abort_groups
         self._is_busy = is_busy or (lambda: not torch.accelerator.current_stream(device).query())
         self._give_up = give_up or self._end_process
         self._lock = threading.Lock()
@@ -114,13 +116,13 @@ class DeviceWatch:
         self._waits_since = 0.0
         self._thread: threading.Thread | None = None
         self.ended: str | None = None
-        """Why it let go, once it did: what was computed since is worth nothing."""
+        """Reason of the abort, once there was one: values computed since are invalid."""
 
     @contextlib.contextmanager
     def over(self) -> Iterator[None]:
-        """While this lasts, somebody may wait for the device; RuntimeError where that was ended."""
+        """Context in which this process may wait for the device. Raises RuntimeError if the wait was aborted."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look_on, name="device watch", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="device watch", daemon=True)
             self._thread.start()
         self._enter(+1)
         try:
@@ -131,39 +133,40 @@ class DeviceWatch:
         finally:
             self._enter(-1)
         if self.ended is not None:
-            # Whatever was made of the numbers that were left behind: this is why.
+            # The aborted collectives left garbage behind, so any error since has this cause.
             raise RuntimeError(self.ended)
 
     def _enter(self, change: int) -> None:
-        with self._lock:  # not during an abort: that ends the groups we may be about to leave
+        with self._lock:  # not during an abort, which ends the groups that this thread may be about to leave
             if not self._depth:
                 self._waits_since = time.monotonic()
             self._depth += change
 
-    def _look_on(self) -> None:
+    def _watch(self) -> None:
         while self.ended is None:
             time.sleep(LOOK_EVERY_S)
             with self._lock:
                 if self._depth:
-                    self._look(time.monotonic())
+                    self._check(time.monotonic())
         until = time.monotonic() + FREE_WITHIN_S
         while self._depth:
             if time.monotonic() > until:
                 self._give_up()
             time.sleep(LOOK_EVERY_S)
 
-    def _look(self, now: float) -> None:
+    def _check(self, now: float) -> None:
         try:
             if self._is_broken():
                 self.ended = "a connection of the group was closed"
             elif not self._is_busy():
-                self._waits_since = now  # the host takes its time: it compiles, say, or writes a checkpoint
+                self._waits_since = now  # the host itself is busy: compiling, or writing a checkpoint
             elif now - self._waits_since > self._timeout_s:
                 self.ended = f"the device is not done after {now - self._waits_since:.1f} s"
             if self.ended is not None:
-                self._let_go()
+                self._abort()
         except Exception as error:
-            # The driver's, or of a group that ends meanwhile; who waits must not wait for ever.
+            # An error of the driver, or of a group that ends meanwhile. The watchdog must keep running: a
+            # waiting host depends on it.
             self.ended = self.ended or f"the device cannot be asked: {error}"
 
     def _end_process(self) -> None:

@@ -9,6 +9,7 @@ Above this file a death is a longer wait.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,11 +22,12 @@ from shoal.collectives.exchanges import open_exchange
 from shoal.collectives.reducer import Native, Reducer, gather_any, gather_json
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
-from shoal.errors import CallsDiffer, CollectiveLeftOut, PeerLost, WaitTimedOut
+from shoal.errors import CallsDiffer, CollectiveLeftOut, HostsApart, PeerLost, WaitTimedOut
 from shoal.recovery import state_transfer
-from shoal.recovery.rendezvous import form_group, is_broken, leave_group
+from shoal.recovery.rendezvous import NotConnected, form_group, is_broken, leave_group
 from shoal.recovery.replay_log import ReplayLog
 from shoal.recovery.state_transfer import RecoveryState
+from shoal.runtime import events
 from shoal.runtime.failpoints import failpoint
 
 T = TypeVar("T")
@@ -41,6 +43,10 @@ KINDS = (
 """Purposes of an exchange: they reveal ranks whose scripts diverged."""
 
 
+MAX_UNFORMED = 6
+"""Attempts at forming a group between hosts that do not answer each other, about 11 s each."""
+
+
 class WaitHook(Protocol):
     """Hook that runs while an exchange waits for the others."""
 
@@ -48,7 +54,7 @@ class WaitHook(Protocol):
         """Exchange `number` begins, or begins again in another view."""
 
     def look(self) -> None:
-        """Still waiting."""
+        """Called repeatedly while the exchange waits."""
 
 
 class ElasticGroup(ReplayLog):
@@ -58,14 +64,16 @@ class ElasticGroup(ReplayLog):
         super().__init__()
         self._job = jobs.current()
         self._view = 0
-        self._is_exchanging = False  # or else, when a view is over, it waits at a call for the others
-        self._is_between = False  # or broken off where it waited for some of the others, within its model
-        self._waited_s = 0.0  # for the others, in the exchange that broke
-        self._waited_in = ""  # which one that was
-        self._kind, self._doing = 0, ""  # what it was for
-        self._stands = False  # whether it holds state that counts: from view 1 on, or since a donor gave it
+        self._is_exchanging = False  # else, when a view ends, this rank waits at a call for the others
+        self._is_between = False  # a wait inside the model's forward, for some of the ranks, was interrupted
+        self._waited_s = 0.0  # time spent waiting in the exchange that broke
+        self._waited_in = ""  # name of that exchange
+        self._kind, self._doing = 0, ""  # purpose of the exchange
+        self._num_unformed = 0  # consecutive views that the same processes entered and could not form
+        self._unformed_with: list[int] = []
+        self._stands = False  # this rank holds valid state: from view 1 on, or since a donor sent it
         self._reducer: Reducer | None = None
-        self._timeout: WaitHook | None = None  # of the exchange under way
+        self._timeout: WaitHook | None = None  # of the running exchange
         session.regroup_through(self.regroup)
 
     # ---- exchanges ------------------------------------------------------------------------------
@@ -73,7 +81,7 @@ class ElasticGroup(ReplayLog):
     @property
     def reducer(self) -> Reducer:
         if self._reducer is None:
-            self.regroup()  # also the first time somebody may die while the view is formed
+            self.regroup()  # also the first time: a rank may die while the view is formed
         assert self._reducer is not None
         return self._reducer
 
@@ -102,7 +110,7 @@ class ElasticGroup(ReplayLog):
         timeout: WaitHook | None = None,
         doing: str = "",
     ) -> T:
-        """A whole exchange whose every attempt is `operation`: a sum, a gather, a broadcast."""
+        """Run a whole exchange whose every attempt is `operation`: a sum, a gather, a broadcast."""
         exchange = self.exchange(kind, timeout=timeout, doing=doing)
         for attempt in exchange.attempts():
             with attempt as reducer:
@@ -111,7 +119,7 @@ class ElasticGroup(ReplayLog):
         return known
 
     def retries(self) -> Iterator[ExchangeAttempt]:
-        """Attempts at what sums over the group within a step's forward, before its exchange.
+        """Attempts at a sum over the group within a step's forward, before the step's exchange.
 
         Not numbered: every rank that has not finished the step's exchange runs it again.
         """
@@ -132,9 +140,9 @@ class ElasticGroup(ReplayLog):
     # ---- views ----------------------------------------------------------------------------------
 
     def regroup(self, broken: str = "", waited_s: float = 0.0) -> None:
-        """The view is over: form the next one, and let those who are behind catch up.
+        """End the view, form the next one, and transfer state to ranks that are behind.
 
-        `broken` is what ended it, where that was no exchange, after `waited_s` in it.
+        `broken` is the error that ended the view outside an exchange, after `waited_s` of waiting.
         """
         self._waited_in, self._waited_s = broken or self._waited_in, waited_s or self._waited_s
         self._is_between = bool(broken)
@@ -146,13 +154,30 @@ class ElasticGroup(ReplayLog):
             failpoint("worker: view left")
             try:
                 self._enter()
+                self._num_unformed = 0
                 return
+            except NotConnected as error:
+                self._limit_attempts(error)
             except PeerLost:
-                continue  # somebody died while the view was formed: it is over, too
+                continue  # a rank died while the view was formed: this view is over, too
+
+    def _limit_attempts(self, error: NotConnected) -> None:
+        """Report hosts that do not answer; HostsApart after MAX_UNFORMED views of the same processes."""
+        if self._num_unformed >= MAX_UNFORMED:
+            raise HostsApart(rank=error.rank, silent=error.silent, num_attempts=self._num_unformed) from None
+        silent = ", ".join(f"rank {rank} ({address})" for rank, address in error.silent.items())
+        events.emit("group-not-formed", view=self._view, silent=silent, reason=error.reason)
+        print(
+            f"note: rank {error.rank} gets no answer from {silent}; the group is formed again "
+            f"({self._num_unformed} of {MAX_UNFORMED} times)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _enter(self) -> None:
         fresh = not self._stands
-        # The view is left even by one that was given nothing in it: to be told of the same view again would help nobody.
+        # A rank that received no state leaves the view as well: entering the same view again would repeat
+        # the failure.
         try:
             formed = session.enter_view(
                 view_left=self._view,
@@ -163,7 +188,7 @@ class ElasticGroup(ReplayLog):
         except WaitTimedOut as error:
             if not self._waited_in:
                 raise
-            # In the words of the script: of which operation of which step it is that a rank is missing.
+            # Name the operation and step as the script calls them, for the report of missing ranks.
             raise WaitTimedOut(
                 operation=self._missed_in(),
                 waited_s=max(error.waited_s, self._waited_s),
@@ -172,6 +197,11 @@ class ElasticGroup(ReplayLog):
             ) from None
         torchrun.close_listener()
         self._view = formed.view
+        is_same = formed.incarnations == self._unformed_with
+        self._num_unformed, self._unformed_with = (
+            self._num_unformed + 1 if is_same else 1,
+            formed.incarnations,
+        )
         form_group(self._job, formed.view)
         torchs_own = Native(
             rank=self._job.rank,
@@ -183,13 +213,13 @@ class ElasticGroup(ReplayLog):
         if formed.donor >= 0:
             behind = fresh or self._log.num_known < formed.finished
             self._hand_over(reducer, formed.donor, behind=behind, fresh=fresh)
-        # Only now: a process that was given nothing yet enters the next view as fresh as this one.
+        # Only now: a process without state enters the next view as fresh as it entered this one.
         self._stands, self._reducer, self._waited_in = True, reducer, ""
         if formed.donor < 0:
-            session.live()  # nobody has done anything before it
+            session.live()  # no worker has done anything before this point
 
     def _missed_in(self) -> str:
-        """The exchange that broke, and its step; empty where none did."""
+        """Name of the exchange that broke, and its step; empty if none did."""
         step = max((holder.step for holder in self._holders.values()), default=-1) + 1
         return f"{self._waited_in} of step {step}" if self._waited_in and step else self._waited_in
 
@@ -202,8 +232,8 @@ class ElasticGroup(ReplayLog):
         return False
 
     def _hand_over(self, reducer: Reducer, donor: int, *, behind: bool, fresh: bool) -> None:
-        # Where a process is that runs towards the state it was given says nothing about where that state is; nor does one
-        # tell what it would do next that was in no exchange and at no call.
+        # A replacement's position in the script does not say how far its state is. A rank outside exchanges
+        # and calls cannot say what it would do next.
         runs_up = fresh or self._recovery_state is not None or self._log.is_catching_up or self._is_between
         standing = torch.tensor(
             [
@@ -219,8 +249,13 @@ class ElasticGroup(ReplayLog):
         self._refuse_different_scripts(reducer, everybody)
         self._refuse_parts_apart(reducer, everybody)
         needy = [rank for rank, place in enumerate(everybody) if place[0]]
-        if self._has_let_go and self._job.rank == donor and any(everybody[rank][3] for rank in needy):
-            # The supervisor learns of it by now, and takes everybody back.
+        if (
+            self._has_dropped_results
+            and self._job.rank == donor
+            and any(everybody[rank][3] for rank in needy)
+        ):
+            # The supervisor learns of it through the coordinator, and restarts all ranks from the
+            # checkpoint.
             raise PeerLost(
                 rank=donor,
                 operation="handing state over",
@@ -241,7 +276,7 @@ class ElasticGroup(ReplayLog):
                 self._log.inherit(taken.log, starts_at=taken.anchored_at)
             else:
                 self._log.inherit(taken.log)
-            # The donor may be past the making of a holder that this process has yet to make.
+            # The donor may already have created a holder that this process has yet to create.
             self._unclaimed = taken.parts
             for number, holder in self._holders.items():
                 self.hold(number, holder)
@@ -249,7 +284,9 @@ class ElasticGroup(ReplayLog):
             reducer.all_gather(standing)
 
     def _refuse_different_scripts(self, reducer: Reducer, everybody: list[list[int]]) -> None:
-        """A rank that waits at a call has run all its exchanges: nobody can be in one that it does not know of."""
+        """Refuse ranks whose scripts differ: a rank that waits at a call has run all its exchanges, so
+        no other rank can be in one it has not seen.
+        """
         furthest = max((place[1] for place in everybody if not place[3]), default=-1)
         there = {rank: place for rank, place in enumerate(everybody) if not place[3] and place[1] == furthest}
         exchanging = {rank for rank, place in there.items() if place[2]}
@@ -268,7 +305,7 @@ class ElasticGroup(ReplayLog):
         )
 
     def _refuse_parts_apart(self, reducer: Reducer, everybody: list[list[int]]) -> None:
-        """With a model cut over the ranks, a rank that waits inside it for one that went past cannot be helped."""
+        """Refuse recovery if a rank waits inside a partitioned model for one that is already past that point."""
         behind = [rank for rank, place in enumerate(everybody) if place[0] and not place[5]]
         if not behind or strategies.parse(self._job.strategy).base != "mesh":
             return
@@ -285,7 +322,7 @@ class ElasticGroup(ReplayLog):
             **{number: holder.export_state() for number, holder in self._holders.items()},
         }
         if self._recovery_state is not None:
-            # A replacement that has not reached its anchor passes on what it was given.
+            # A replacement that has not reached its anchor passes on the state it was given.
             return replace(self._recovery_state, parts=parts)
         return RecoveryState(
             anchored_at=self._log.anchored_at,
@@ -324,7 +361,8 @@ class ExchangeAttempt:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self._group._timeout = None
         if isinstance(error, PeerLost):
-            # Nothing here may keep the exception: it holds the old group, and with it everybody that waits on it.
+            # Nothing here may keep the exception: it refers to the old group, and so keeps alive every
+            # thread that waits on it.
             self.is_broken, self.waited_s = True, time.monotonic() - self._began_at
             self._group._waited_in = error.operation
             return True
@@ -354,7 +392,7 @@ class Exchange:
         self.result: Any = None
 
     def attempts(self) -> Iterator[ExchangeAttempt]:
-        """Until one succeeds, or the result turns out to be known."""
+        """Attempts until one succeeds, or until the result is known from a donor."""
         is_retry = False
         while True:
             self.is_replayed, self.result = self._group._log.recall()

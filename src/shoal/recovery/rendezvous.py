@@ -1,12 +1,11 @@
 """Rendezvous of a view's workers: torch's default process group, formed through the coordinator.
 
-Everything it opens listens on one interface, loopback; the store goes over the
-coordinator's Unix socket (torch's own TCPStore listens on every interface).
+Every socket it opens listens on one interface, loopback; the store goes over the coordinator's Unix
+socket (torch's own TCPStore listens on every interface).
 
-Neither forming nor leaving a group may take long, whatever became of the
-others. Gloo ends its threads only when their collectives have ended, and one
-that waits for a stopped peer does not before its time-out. So connections are
-shut first: ours end at once, and so do the others'.
+Forming and leaving a group must be quick, whatever the other ranks do. Gloo ends its threads only
+when their collectives have ended, and a collective that waits for a stopped peer ends only at its
+time-out. So connections are shut first, which ends the collectives at both ends at once.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import ipaddress
 import itertools
 import os
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -63,20 +63,20 @@ from shoal.runtime.transport.messages.worker_coordinator import (
 )
 
 LOOK_AFTER_S = 0.1
-"""Forming a group takes milliseconds: so long, and it is worth asking whether it will ever succeed."""
+"""Forming a group takes milliseconds. After this time the rank starts to ask whether it can still succeed."""
 
 LOOK_EVERY_S = 0.05
 
 STUCK_AFTER_S = 0.25
-"""An attempt that is not over by then is inside a blocking call: Python code takes microseconds."""
+"""An attempt that still runs by then is inside a blocking call: Python code takes microseconds."""
 
 
 class GivenUp(RuntimeError):
-    """Not an error a user sees: it will not succeed any more, or nobody needs it."""
+    """Internal: the attempt cannot succeed any more, or its result is not needed. Users never see it."""
 
 
 class _Attempt:
-    """One call, in a thread of its own; its error, if any, is held here and nowhere else."""
+    """One call in a thread of its own. Holds the only reference to its error."""
 
     def __init__(self, act: Callable[[], None], inside: str) -> None:
         self.is_wanted = True
@@ -87,9 +87,9 @@ class _Attempt:
 
     def _run(self) -> None:
         try:
-            # Looks at every call that Python makes, so also at the first one after a long call into C++ has returned.
-            # A flag and no exception thrown into the thread: that one could be lost in a callback of the long call, or
-            # meet another thread under the same number.
+            # The trace function runs at every Python call, so also at the first one after a long call into
+            # C++ returned. It checks a flag instead of receiving an asynchronous exception: that could be
+            # lost in a callback of the long call, or hit another thread that reused the thread id.
             sys.setprofile(self._check)
             self._act()
         except BaseException as error:
@@ -105,9 +105,9 @@ class _Attempt:
 
 
 def abortable_init(is_over: Callable[[], bool], act: Callable[[], None], *, inside: str) -> None:
-    """Do `act`, and raise what it raises; GivenUp as soon as `is_over`, once it takes long.
+    """Run `act` and raise its error; raise GivenUp once it takes long and `is_over` returns True.
 
-    Given up, it ends at the next call made by the module named `inside`.
+    An abandoned attempt ends at the next call made by the module named `inside`.
     """
     attempt = _Attempt(act, inside)
     attempt.thread.start()
@@ -125,22 +125,20 @@ def abortable_init(is_over: Callable[[], bool], act: Callable[[], None], *, insi
         raise attempt.raised.pop()
 
 
-QUICK_S = (
-    60.0  # for questions that the coordinator answers at once: so long without an answer, and it is gone
-)
+QUICK_S = 60.0  # for requests that the coordinator answers at once: after this it counts as gone
 
 A = TypeVar("A", bound=Message)
 
 
 class StoreWaitTimedOut(WaitTimedOut, DistStoreError):
-    """Keys that nobody set in time: torch's kind of error, with the facts of ours."""
+    """Keys were not set in time. Has torch's exception type and the details of shoal's."""
 
 
 class ShoalStore(Store):
     """torch.distributed's Store over a coordinator connection.
 
-    torch calls some methods by their C++ names, so those are here too. Every
-    failure is a DistStoreError, because torch's own waits catch just that.
+    torch calls some methods by their C++ names, so both spellings are defined. Every failure is a
+    DistStoreError, because torch's own waits catch only that.
     """
 
     timeout: timedelta  # torch's own property, which its stub leaves out
@@ -152,7 +150,7 @@ class ShoalStore(Store):
         self.set_timeout(timeout)
         self._clones: list[ShoalStore] = []
         self.published: deque[bytes] = deque(maxlen=256)
-        """The newest values that were set, also by clones: among them the addresses of gloo's listeners."""
+        """Newest values that were set, also by clones; the addresses of gloo's listeners are among them."""
         self._number = secrets.randbits(62) + 1
         self._serials = itertools.count(1)
         self._client = CoordinatorClient(
@@ -204,16 +202,16 @@ class ShoalStore(Store):
     getNumKeys = num_keys  # noqa: N815
 
     def has_extended_api(self) -> bool:
-        """append, multi_get and multi_set are here: one question where there would be many."""
+        """append, multi_get and multi_set are available: one request instead of many."""
         return True
 
     def clone(self) -> ShoalStore:
-        """Another connection to the same keys: for a thread that must not queue behind this one's waits."""
+        """Second connection to the same keys, for a thread that must not queue behind this one's waits."""
         client = self._client
         clone = ShoalStore(
             client.path, client.rank, client.incarnation, num_workers=client.num_workers, timeout=self.timeout
         )
-        # torch keeps the C++ half alone, and without its Python half that answers nothing.
+        # torch keeps only the C++ half alive, which cannot answer without its Python half.
         self._clones.append(clone)
         clone.published = self.published
         return clone
@@ -225,7 +223,7 @@ class ShoalStore(Store):
             clone.close()
 
     def _once(self) -> tuple[int, int]:
-        """Names a request, so that one which is repeated after the coordinator's death is not done twice."""
+        """Serial number of a request, by which the coordinator deduplicates retries after its own restart."""
         return self._number, next(self._serials)
 
     def _ask(self, message: Message, expected: type[A], timeout_s: float | None = None) -> A:
@@ -249,43 +247,52 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-MEET_TIMEOUT_S = 10.0  # from the moment all ranks entered the view until all are here to form its group
+MEET_TIMEOUT_S = 10.0  # from all ranks having entered the view until all are here to form its group
 
-CONNECT_TIMEOUT_S = 10.0  # from then until all are connected: milliseconds, unless one dies just then
+CONNECT_TIMEOUT_S = 10.0  # from then until all are connected: milliseconds, unless a rank dies meanwhile
 
 MAX_STRANGERS = 10
-"""How often a group is formed again because somebody else connected to it."""
+"""Attempts at forming a group before strangers that connect to it end the job."""
 
 ASK_EVERY_S = 0.5
-"""How often a rank that waits asks the coordinator whether its view is over, where there are several hosts."""
+"""Interval at which a waiting rank asks the coordinator whether its view is over; only with several hosts."""
 
 BURIAL_S = 0.25
-"""How long the end of a group's threads is waited for: they take milliseconds, or all of their time-out."""
+"""Limit for the end of a group's threads: they take milliseconds, or all of their time-out."""
 
 interface = system.LOOPBACK
-"""Network interface of the group's connections: another one where the workers are on several hosts."""
+"""Network interface of the group's connections: loopback on one host."""
 
-_view: int | None = None  # the view whose group this process is in
+_view: int | None = None  # view whose group this process is in
 
-_sockets: dict[int, str] = {}  # what forming the group opened: descriptor -> which socket it was then
+_sockets: dict[int, str] = {}  # sockets opened by forming the group: descriptor -> identity at that time
 
 _sockets_within: dict[int, str] = {}
-"""The same of groups within the group. Not watched, for they may be freed before it; they end with it at the latest."""
+"""The same for subgroups. Not watched: they may be freed before the group, and end with it at the latest."""
 
 _num_formed_within = 0
-"""How often groups were formed within that of this process; equal on all ranks of a view."""
+"""Number of times subgroups were formed in this view; equal on all its ranks."""
 
 _num_refused: dict[str, int] = {}
-"""Attempts in a row that a stranger spoilt: at the group, and at a mesh within it."""
+"""Consecutive attempts that failed because of a stranger: at the group, and at a mesh within it."""
 
 _pids: list[int] = []
-"""Process of every rank of the view, by rank; none where not all share a namespace of processes."""
+"""Process id of every rank of the view; empty unless all ranks share a pid namespace."""
+
+_host_addresses: list[str] = []
+"""Address of every rank's host, by rank, in the view that is being formed."""
+
+PROBED_PORT, PROBE_TIMEOUT_S = 1, 1.0
+"""No service listens at tcpmux: a reachable host refuses the connection at once, a host behind a broken link or a firewall is silent."""
+
+MAX_SILENT = 3
+"""Silent hosts after which no other is probed: each takes PROBE_TIMEOUT_S."""
 
 _asked_at = 0.0
-"""When the coordinator was last asked whether the view is over."""
+"""Time of the last request to the coordinator whether the view is over."""
 
 _store: ShoalStore | None = None
-"""Kept as long as the group: torch holds the C++ half of it alone."""
+"""Referenced as long as the group lives: torch holds only its C++ half."""
 
 
 def group() -> dist.ProcessGroup:
@@ -298,11 +305,10 @@ def group() -> dist.ProcessGroup:
 
 
 def form_group(job: Job, view: int) -> None:
-    """Form torch's default group of all workers of `job`. Collective; each view gets keys of its own.
+    """Form torch's default group of all workers of `job`. Collective; each view has its own keys.
 
-    Keys are never used twice: a group that is formed again on a store with
-    the old addresses in it would try to connect to the dead. PeerLost where
-    another rank dies meanwhile: then this view is over.
+    Keys are never used twice: a group formed again on a store with old addresses would try to
+    connect to dead ranks. Raises PeerLost if another rank dies meanwhile; then this view is over.
     """
     global _view, _sockets, interface
     if dist.is_initialized():
@@ -312,13 +318,14 @@ def form_group(job: Job, view: int) -> None:
         )
     backend = device_group.backend_for(job)
     named = job.interfaces or (interface_of(job.bind_address) if job.bind_address else system.LOOPBACK)
-    interface = named.partition(",")[0]  # hosts may have different numbers of them, which gloo cannot
-    # Before they look: otherwise they take the interface that the host's name leads to.
+    # Hosts may have different numbers of interfaces, which gloo does not support.
+    interface = named.partition(",")[0]
+    # Before gloo and NCCL read it: otherwise they take the interface that the host's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = interface
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # all connections now: they are what is watched
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # connect everything now: the watch needs the connections
     if "nccl" in backend:
         device_group.set_up(job, named)
-    # torch names groups by how often it has begun one, counting those that failed: the ranks would look for each other
+    # torch names groups by a counter that includes failed attempts, so ranks would look for each other
     # under different names.
     _world.group_count = 0
     before = SocketsBefore(on_loopback=interface == system.LOOPBACK)
@@ -331,18 +338,43 @@ def form_group(job: Job, view: int) -> None:
                 lambda: _connect(job, backend, store),
                 inside=dist.distributed_c10d.__name__,
             )
-            sys.excepthook = excepthook  # it wraps one more around it for every group
+            sys.excepthook = excepthook  # torch wraps it once more for every group
             _set_pg_timeout(timedelta(seconds=job.liveness.step_timeout_s))
             _sockets = _accept_ranks_only(job, view, before, needs_all=True)
         _view = view
         return
     except (dist.DistError, RuntimeError) as error:
-        reason = str(error)  # and not the error itself: it holds what there is of the group
+        reason = str(error)  # not the error itself: it refers to parts of the group
     except BaseException:
         leave_group()
         raise
     leave_group()
+    # Also where another rank was the first to give up: one that reaches all hosts times out as soon as the others.
+    if job.rank_hosts and (silent := _silent_ranks(job)):
+        raise NotConnected(rank=job.rank, view=view, silent=silent, reason=reason.splitlines()[0])
     raise PeerLost(rank=job.rank, operation=f"forming the group of view {view}", reason=reason)
+
+
+class NotConnected(PeerLost):
+    """This rank could not form the group of a view, and got no answer from the hosts of some others."""
+
+    def __init__(self, *, rank: int, view: int, silent: dict[int, str], reason: str) -> None:
+        super().__init__(rank=rank, operation=f"forming the group of view {view}", reason=reason)
+        self.silent = silent
+
+
+def _silent_ranks(job: Job) -> dict[int, str]:
+    """Ranks whose hosts do not answer this one, with their addresses; of MAX_SILENT hosts at most."""
+    silent: set[str] = set()
+    for address in {*_host_addresses} - {job.host_address}:
+        if len(silent) < MAX_SILENT:
+            try:
+                socket.create_connection((address, PROBED_PORT), PROBE_TIMEOUT_S).close()
+            except (ConnectionRefusedError, ConnectionResetError):
+                pass  # an answer
+            except OSError:
+                silent.add(address)
+    return {rank: address for rank, address in enumerate(_host_addresses) if address in silent}
 
 
 def interface_of(address: str) -> str:
@@ -375,9 +407,10 @@ def _connect(job: Job, backend: str, store: Store) -> None:
 
 @contextlib.contextmanager
 def forming_within() -> Iterator[None]:
-    """Groups that are formed in here (those of a mesh) end with the view, like the group they are within.
+    """Register groups formed in this context (those of a mesh) so that they end with the view.
 
-    Else a rank that leaves the view would let down those who wait for it in one of them: they would sit out the time-out.
+    Otherwise a rank that leaves the view would leave its peers waiting in a subgroup until its
+    time-out.
     """
     global _num_formed_within
     before = SocketsBefore(on_loopback=interface == system.LOOPBACK)
@@ -397,10 +430,10 @@ def forming_within() -> Iterator[None]:
 
 
 def is_broken() -> bool:
-    """Whether a connection of the group has been closed, by its other end or because of it; or the view is over.
+    """Whether a connection of the group was closed by either end, or the view is over.
 
-    A host that loses power or its link closes nothing: with several hosts the
-    coordinator is asked whether somebody has come to replace a lost rank.
+    A host that loses power or its link closes nothing: with several hosts the coordinator is asked
+    whether a replacement for a lost rank has joined.
     """
     if any(system.socket_identity(fd) != which for fd, which in _sockets.items()):
         return True
@@ -421,14 +454,14 @@ def _is_closed_view() -> bool:
 
 
 def kept_for_view() -> tuple[ShoalStore, str] | None:
-    """The store of this view's workers at the coordinator, and the prefix of its keys."""
+    """Store of this view's workers at the coordinator, and the prefix of its keys."""
     return (_store, prefix_of(_view)) if _store is not None and _view is not None else None
 
 
 def leave_group() -> None:
-    """Take the group down: its threads, its sockets, its connection to the coordinator. Not collective.
+    """Take the group down: its threads, sockets and coordinator connection. Not collective.
 
-    Takes milliseconds, whether the others are there, dead or stopped.
+    Takes milliseconds, whether the other ranks are present, dead or stopped.
     """
     global _store, _view, _sockets, _num_formed_within
     group_sockets.shut(_sockets | _sockets_within)
@@ -437,8 +470,9 @@ def leave_group() -> None:
     if dist.is_initialized():
         held = [dist.group.WORLD]
         device_group.leave()
-        # Its threads end when the last reference goes. A collective that missed the end of its connection (gloo does,
-        # one kill in a hundred) holds them to its time-out; nothing can reach it any more, so it is left to itself.
+        # The threads end with the last reference. A collective that missed the closing of its connection
+        # (gloo does, one kill in a hundred) holds them until its time-out; nothing can use it any more, so
+        # it is left behind.
         burial = threading.Thread(target=held.clear, name="old group", daemon=True)
         burial.start()
         burial.join(BURIAL_S)
@@ -456,7 +490,7 @@ def _open_store(job: Job, view: int) -> Store:
                 "the script with `shoal run`."
             )
         return HashStore()
-    # Who does not come is not waited for, where it can be replaced.
+    # A missing rank is not waited for where it can be replaced.
     timeout_s = (
         min(MEET_TIMEOUT_S, job.liveness.step_timeout_s) if job.can_recover else job.liveness.join_timeout_s
     )
@@ -468,9 +502,9 @@ def _open_store(job: Job, view: int) -> Store:
 
 
 def _accept_ranks_only(job: Job, view: int, before: SocketsBefore, *, needs_all: bool) -> dict[int, str]:
-    """Close the new groups' listeners to everybody, and check that each of their connections is with a rank.
+    """Filter the new groups' listeners and check that each of their connections is with a rank; returns the connections.
 
-    Collective: all ranks come to the same, or their view is over. The connections.
+    Collective: all ranks reach the same result, or their view is over.
     """
     if _store is None:
         return before.connections()
@@ -485,9 +519,9 @@ def _accept_ranks_only(job: Job, view: int, before: SocketsBefore, *, needs_all:
     by_rank = {rank: msgspec.msgpack.decode(each, type=GroupEnds) for rank, each in enumerate(told)}
     stranger = group_sockets.find_stranger(by_rank, job.rank)
     if stranger is None and needs_all and len(group_sockets.peers(by_rank, job.rank)) < job.num_workers - 1:
-        # Closed before we could look: nothing would tell us later.
+        # Closed before it was checked, and nothing would report it later.
         raise dist.DistError("a connection of the group was closed as soon as it was made")
-    # A rank that found nothing wrong would continue, and wait in vain for one that did.
+    # A rank that found no stranger would go on, and wait in vain for one that did.
     _store.set(f"{prefix}/found/{job.rank}", stranger or "")
     found = _store.multi_get([f"{prefix}/found/{rank}" for rank in range(job.num_workers)])
     for rank, each in enumerate(found):
@@ -498,7 +532,7 @@ def _accept_ranks_only(job: Job, view: int, before: SocketsBefore, *, needs_all:
 
 
 def _refuse_stranger(job: Job, rank: int, stranger: str, what: str) -> Exception:
-    """The error for a group that a stranger got into: one more attempt, or the end where it has happened too often."""
+    """Error for a group that a stranger connected to: retried, and final after MAX_STRANGERS."""
     attempt = _num_refused[what] = _num_refused.get(what, 0) + 1
     if attempt > MAX_STRANGERS:
         return StrangerInGroup(rank=rank, stranger=stranger, num_attempts=attempt)
@@ -513,9 +547,9 @@ def _refuse_stranger(job: Job, rank: int, stranger: str, what: str) -> Exception
 
 
 def _is_over(job: Job, view: int, before: SocketsBefore) -> bool:
-    """Whether a rank has left this view already. Asked on a connection of its own: the store's may be waiting.
+    """Whether a rank has left this view already. Uses its own connection: the store's may be waiting.
 
-    Raises where a stranger is found meanwhile: it may be what is waited for.
+    Raises if a stranger is found meanwhile, since the stranger may be the cause of the wait.
     """
     if job.coordinator is None:
         return False
@@ -533,14 +567,15 @@ def _is_over(job: Job, view: int, before: SocketsBefore) -> bool:
 
 
 def _wait_for_ranks(store: ShoalStore, job: Job, view: int) -> None:
-    """Wait until all ranks are here. torch would wait too, but could not say for whom."""
-    global _pids
+    """Wait until all ranks are here. torch would wait too, but could not name the missing ranks."""
+    global _pids, _host_addresses
     rank_of = {f"{prefix_of(view)}/here/{rank}": f"rank {rank}" for rank in range(job.num_workers)}
     here = f"{system.namespace()}@{job.host_address}"
     store.set(f"{prefix_of(view)}/here/{job.rank}", f"{os.getpid()} {here}")
     try:
         told = [each.decode().split() for each in store.multi_get(list(rank_of))]
-        # Numbers of another machine's processes would be taken for strangers here.
+        _host_addresses = [each[1].rpartition("@")[2] for each in told]
+        # Pids of another machine would be taken for strangers here.
         _pids = [int(pid) for pid, _ in told] if {each[1] for each in told} == {here} else []
     except StoreWaitTimedOut as error:
         if job.can_recover:
@@ -554,7 +589,9 @@ def _wait_for_ranks(store: ShoalStore, job: Job, view: int) -> None:
 
 
 REPORT_GRACE_S = 0.75
-"""Between the deadline and the report: who came just before it has said so by then (it looks around four times a second)."""
+"""Between the deadline and the report: a rank that arrived just before it has registered by then (it
+polls four times a second).
+"""
 
 
 class CollectiveTimeout:
@@ -572,7 +609,7 @@ class CollectiveTimeout:
         self._thread = threading.get_ident()
 
     def look(self) -> None:
-        """WaitTimedOut where the wait is too long."""
+        """Raise WaitTimedOut if the wait is too long."""
         kept = kept_for_view()
         if threading.get_ident() != self._thread or kept is None:
             return  # a helper thread of the exchange: the thread that waits for it raises
@@ -580,7 +617,8 @@ class CollectiveTimeout:
         waited_s, job = time.monotonic() - self._began_at, jobs.current()
         keys = {rank: f"{prefix}/{self._where}/{rank}" for rank in range(job.num_workers)}
         missing: list[int] = []
-        with contextlib.suppress(ClusterError, RuntimeError):  # the view is over: who waits will notice
+        # The view is over, which the waiting thread will notice.
+        with contextlib.suppress(ClusterError, RuntimeError):
             if not self._is_registered:
                 self._is_registered = True
                 store.set(keys[job.rank], b"")

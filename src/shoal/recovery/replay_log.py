@@ -40,14 +40,18 @@ class ExchangeLog:
     _inherited: dict[int, Any] = field(default_factory=dict)
 
     def anchor(self) -> None:
-        """A place from which a replacement could start. What came before is needed only by who is one behind."""
+        """Mark a place from which a replacement could start. Only a rank that is one exchange behind
+        needs earlier results.
+        """
         self.anchored_at = self.num_finished
         last = self.num_finished - 1
-        # Another survivor may still wait for this one: we finished it and went on, it did not.
+        # Another survivor may still wait for this result: this rank finished the exchange, and it did not.
         self.results = {last: self.results[last]} if last in self.results else {}
 
     def recall(self) -> tuple[bool, Any]:
-        """Whether the next exchange is already known, and its result. A known one counts as finished by this."""
+        """Whether the next exchange's result is already known, and the result. A known exchange counts
+        as finished by this call.
+        """
         if self.num_finished not in self._inherited:
             return False, None
         result = self._inherited.pop(self.num_finished)
@@ -55,7 +59,7 @@ class ExchangeLog:
         return True, result
 
     def pass_up_to(self, kind: type) -> bool:
-        """Replay what comes before the first known result of this kind; False where none is known."""
+        """Replay all results before the first known one of this kind; False if none is known."""
         at = min(
             (number for number, known in self._inherited.items() if isinstance(known, kind)), default=None
         )
@@ -64,21 +68,21 @@ class ExchangeLog:
         return at is not None
 
     def finish(self, result: Any) -> None:
-        """The next exchange is done, with this result."""
+        """Record the result of the next exchange."""
         self.results[self.num_finished] = result
         self.num_finished += 1
 
     @property
     def num_known(self) -> int:
-        """Exchanges whose outcome this rank holds: finished, or inherited and not run through yet.
+        """Exchanges whose result this rank holds: finished, or inherited and not run through yet.
 
-        This is what a rank tells when its view is over. Its weights stand
-        after all of them, so a rank that was behind never runs one again.
+        A rank reports this number when its view is over. Its weights include all of them, so a rank
+        that was behind never runs one again.
         """
         return self.num_finished + len(self._inherited)
 
     def results_since(self) -> dict[int, Any]:
-        """Every result since the anchor, and the last before it: what a follower needs to run forward."""
+        """Every result since the anchor, and the last one before it: what a follower needs to run forward."""
         return {**self.results, **self._inherited}
 
     def inherit(self, results: dict[int, Any], *, starts_at: int | None = None) -> None:
@@ -86,9 +90,11 @@ class ExchangeLog:
         if starts_at is not None:
             self.num_finished = self.anchored_at = starts_at
             self._inherited.clear()
-            # Not for itself: it may be the donor of the next view, and another may be still one behind.
+            # Kept for others: this rank may be the donor of the next view, and another rank may be one
+            # behind.
             self.results = {number: result for number, result in results.items() if number < starts_at}
-        # On top of what is still to be recalled: a second donor may come before the first one's results are used.
+        # Added to results not recalled yet: a second donor may come before the first one's results are
+        # used.
         self._inherited |= {
             number: result for number, result in results.items() if number >= self.num_finished
         }
@@ -99,7 +105,7 @@ class ExchangeLog:
 
 
 KEPT_BYTES = 512 << 20
-"""Of results that a worker keeps for a replacement: of calls, and of what the script exchanged between them."""
+"""Limit for results that a worker keeps for a replacement: results of calls, and of the script's own exchanges."""
 
 
 class Holder(Protocol):
@@ -112,14 +118,14 @@ class Holder(Protocol):
         """The state as of the last commit."""
 
     def import_state(self, part: Part) -> None:
-        """Stand where the giver stood."""
+        """Load the donor's state."""
 
     def pull_weights(self) -> None:
-        """Have the model of this process hold what was trained, wherever that is: a call is over."""
+        """At the end of a call: bring the trained weights into this process's model, wherever they are kept."""
 
 
 class ReplayLog:
-    """One process's past and present. A subclass sees that it is `_ensure_joined` before anything counts."""
+    """Recovery history and position of one process. Subclasses call `_ensure_joined` before anything counts."""
 
     def __init__(self) -> None:
         self._log = ExchangeLog()
@@ -128,16 +134,14 @@ class ReplayLog:
         self._anchor: Callable[[], dict[str, Any]] = dict
         self._results: dict[str, Any] = {}
         self._num_kept_bytes, self._counted = 0, set[str]()
-        self._has_let_go = False
+        self._has_dropped_results = False
         self._moments: Counter[str] = Counter()
         self.was_given_state = False
-        self._unclaimed: dict[int, Part] = {}  # given state whose holder the script has not come to yet
-        self._recovery_state: RecoveryState | None = (
-            None  # until this process stands at the anchor it was given
-        )
+        self._unclaimed: dict[int, Part] = {}  # received state whose holder the script has not created yet
+        self._recovery_state: RecoveryState | None = None  # until the anchor is reached
 
     def _ensure_joined(self) -> None:
-        """Be one of the job's workers; in a replacement: with what it is given."""
+        """Join the job's workers; a replacement receives its state here."""
         raise NotImplementedError
 
     @property
@@ -145,7 +149,7 @@ class ReplayLog:
         return self._log.is_catching_up
 
     def pass_up_to(self, kind: type) -> bool:
-        """Whether a result of this kind is known; then what was exchanged before it, within the same step, is passed."""
+        """Whether a result of this kind is known. If so, replay the exchanges before it within the same step."""
         return self._log.pass_up_to(kind)
 
     @property
@@ -154,17 +158,17 @@ class ReplayLog:
 
     @property
     def is_inside_call(self) -> bool:
-        """Whether what happens now belongs to a call, whose anchors a replacement begins from."""
+        """Whether the script is inside a call; a replacement starts from the anchors of calls."""
         return not self._call_is_over
 
     def remembered(self, moment: str, run: Callable[[], Any]) -> Any:
-        """Run something of the script's own between steps, once: a replacement is given the result.
+        """Run the script's own operation between steps once and log its result for replacements.
 
-        The same moment may come several times; each is remembered for itself.
+        The same operation may occur several times; each occurrence is logged separately.
         """
         self._ensure_joined()
         if self._recovery_state is not None and self._recovery_state.call == 0:
-            self._stand_at_anchor()  # nobody has made a call: the anchor is the script's beginning, and here we are
+            self._stand_at_anchor()  # there was no call yet: the anchor is the beginning of the script
         moment = f"call {session.num_calls()}, {moment}"
         self._moments[moment] += 1
         key = f"{moment} #{self._moments[moment]}"
@@ -177,7 +181,7 @@ class ReplayLog:
     # ---- anchors and calls ----------------------------------------------------------------------
 
     def begin_call(self, number: int) -> tuple[bool, Any]:
-        """A call begins: whether it is finished already, and with what result."""
+        """Begin a call: whether it is finished already, and its result."""
         self._ensure_joined()
         if self._recovery_state is not None:
             given = self._recovery_state
@@ -186,7 +190,7 @@ class ReplayLog:
                 if number == given.call and not given.anchor:
                     self._stand_at_anchor()
                 return True, given.results.get(f"call/{number}")
-            if not given.anchor:  # anchored at this call's very begin
+            if not given.anchor:  # anchored at the beginning of this call
                 self._stand_at_anchor()
             return False, None
         self._call, self._call_is_over = number, False
@@ -194,7 +198,7 @@ class ReplayLog:
         return False, None
 
     def end_call(self, number: int, result: Any) -> None:
-        """A call is over: models hold what was trained, and its result is kept for a replacement."""
+        """End a call: models hold the trained weights, and the result is kept for replacements."""
         for holder in self._holders.values():
             holder.pull_weights()
         self._call, self._call_is_over = number, True
@@ -203,7 +207,7 @@ class ReplayLog:
         failpoint("worker: a call ended")
 
     def anchor(self, state: Callable[[], dict[str, Any]]) -> None:
-        """From here a replacement can run the present call forward, given what `state` then answers."""
+        """Mark a place from which a replacement can run the present call forward, given the value of `state` then."""
         if self._recovery_state is None:
             self._note(state)
 
@@ -217,7 +221,7 @@ class ReplayLog:
         return self._log.num_finished
 
     def take_anchor(self) -> dict[str, Any] | None:
-        """In a replacement, once: the state noted at the anchor from which it runs on."""
+        """In a replacement, once: the state recorded at the anchor from which it runs on."""
         if self._recovery_state is None:
             return None
         state = self._recovery_state.anchor
@@ -225,41 +229,41 @@ class ReplayLog:
         return state
 
     def pending_anchor(self) -> dict[str, Any] | None:
-        """In a replacement: the state noted at the anchor it is on its way to."""
+        """In a replacement: the state recorded at the anchor it has not reached yet."""
         return self._recovery_state.anchor if self._recovery_state is not None else None
 
     def pending_state(self, number: int) -> Part | None:
-        """In a replacement: the state that this holder will be given."""
+        """In a replacement: the state that this holder will receive."""
         return self._unclaimed.get(number)
 
     def hold(self, number: int, holder: Holder) -> None:
-        """Take part in what is handed over from now on, and take what waits for this holder."""
+        """Register a holder for state transfer, and load the state that was received for it."""
         self._holders[number] = holder
         if number in self._unclaimed:
             holder.import_state(self._unclaimed.pop(number))
 
     def _keep(self, key: str, result: Any) -> None:
         """Log a result for replay, within the size limit of the log."""
-        if not self._has_let_go:
+        if not self._has_dropped_results:
             self._results[key] = result
-            if key not in self._counted:  # a replacement passes by some that it was given
+            if key not in self._counted:  # a replacement replays some that it was given
                 self._counted.add(key)
                 self._num_kept_bytes += num_bytes(result)
             if self._num_kept_bytes > KEPT_BYTES:
-                self.let_go(
+                self.drop_results(
                     f"note: what the script exchanged so far takes {self._num_kept_bytes / 2**20:,.0f} MiB, too much to keep it for a "
                     "worker that is replaced: from here on one that dies takes all of them back to the script's begin, or to the "
                     "newest checkpoint of a Trainer"
                 )
-        if self._has_let_go and self._call_is_over:
-            self._log.anchor()  # nobody will run up to here
+        if self._has_dropped_results and self._call_is_over:
+            self._log.anchor()  # no replacement will run up to here
 
-    def let_go(self, note: str) -> None:
-        """From here on a death takes everybody back to the script's begin: one that came later could not pass."""
-        if self._has_let_go:
+    def drop_results(self, note: str) -> None:
+        """Drop the logged results: from here on a death restarts all ranks, because a replacement could not replay."""
+        if self._has_dropped_results:
             return
-        events.emit(RESULTS_LET_GO, num_bytes=self._num_kept_bytes)  # before anything is gone
-        self._has_let_go = True
+        events.emit(RESULTS_LET_GO, num_bytes=self._num_kept_bytes)  # before anything is dropped
+        self._has_dropped_results = True
         self._results.clear()
         self._counted.clear()
         if jobs.rank() == 0:

@@ -51,6 +51,27 @@ def test_a_port_in_use_is_named() -> None:
             tls.listen("127.0.0.1", port)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.1",
+        "10.0.0.1:7070",
+        "http://10.0.0.1:7070",
+        "shoal://10.0.0.1:7070:1",
+        "shoal://fd00::1:7070",
+        "shoal://10.0.0.1:99999",
+        "shoal://:7070",
+    ],
+)
+def test_what_is_no_address_of_a_job_is_refused_before_anything_is_tried(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no address; .* Nothing was started"):
+        joining.join(address, joining.new_join_key(), timeout_s=30.0)
+
+
+def test_an_address_of_ipv6_is_in_brackets() -> None:
+    assert tls.split_address(tls.join_address("shoal://", "fd00::1", 7070)) == ("fd00::1", 7070)
+
+
 def test_joining_where_no_job_is_any_more_and_at_a_name_that_nobody_knows() -> None:
     key = joining.new_join_key()
     with socket.create_server(("127.0.0.1", 0)) as over:

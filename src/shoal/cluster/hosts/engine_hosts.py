@@ -1,14 +1,27 @@
-"""Hosts of a head that has no workers: slots that an engine gives, or services of one role that are started by others."""
+"""Hosts of a head without workers: slots given by an engine, or single-role services started by others."""
 
 from __future__ import annotations
 
 import socket
 from typing import Any
 
+import psutil
+
+from shoal import system
 from shoal.cluster.hosts.placement import spread
-from shoal.config.hosts import DEFAULT_PORT, SERVER, WORKER, HostsConfig, parse_bind, parse_resources
+from shoal.config.hosts import (
+    DEFAULT_PORT,
+    SERVER,
+    WORKER,
+    HostsConfig,
+    Resources,
+    parse_bind,
+    parse_resources,
+)
 from shoal.engines import registry
 from shoal.errors import ConfigError
+
+GB = 1 << 30
 
 
 def engine_hosts(
@@ -33,6 +46,8 @@ def engine_hosts(
     is_local = registry.is_local(on)
     said: dict[str, Any] = {"bind": "127.0.0.1" if is_local else own_address(), "port": 0}
     said |= parse_resources(resources)
+    if is_local and not registry.ENGINES[registry.parse(on)[0]].counts_resources:
+        _refuse_too_much(on, num_workers, said.get("worker_resources", Resources()))
     if bind is not None:
         said["bind"], said["port"] = parse_bind(bind)
     slots = dict.fromkeys(range(1, num_slots + 1), 1)
@@ -44,6 +59,17 @@ def engine_hosts(
         **said,
         **options,
     )
+
+
+def _refuse_too_much(on: str, num_workers: int, each: Resources) -> None:
+    """Refuse what no process of this machine can have. More workers than cores may share them, as without an engine."""
+    cores, memory_gb = len(system.cores()), psutil.virtual_memory().total / GB
+    if each.cpus > cores or num_workers * each.memory_gb > memory_gb:
+        raise ConfigError(
+            f"{num_workers} worker{'s' if num_workers > 1 else ''} of {each.cpus:g} cores and {each.memory_gb:g} GB each were asked of "
+            f"{on}, which is this machine alone, with {cores} cores and {memory_gb:.0f} GB. Nothing was started; ask for less with "
+            "--resources."
+        )
 
 
 def service_hosts(

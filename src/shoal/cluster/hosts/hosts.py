@@ -1,9 +1,8 @@
 """All hosts of a job, behind the interface of one warm parent.
 
-A job on one machine has the local warm parent and nothing else. With several
-hosts there are also the door by which they join, and one `RemoteHost` each.
-Rank and server numbers have a home, by which the order of sums is fixed; where
-the home is lost, another host with room takes its processes.
+A job on one machine has only the local warm parent. With several hosts there are also the door
+through which they join, and one `RemoteHost` each. Rank and server numbers have a home host, which
+fixes the order of sums; if the home is lost, another host with capacity runs its processes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from shoal.runtime.health import BEAT_EVERY_S, Health
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.tls import Credentials
 
-if TYPE_CHECKING:  # a job on one host has neither, and does not import what they need
+if TYPE_CHECKING:  # a job on one host has neither, and skips their imports
     from shoal.cluster.hosts.authority import Authority
     from shoal.cluster.hosts.headship import Headship
     from shoal.cluster.hosts.joining import Door, JoinedHost
@@ -46,17 +45,19 @@ HEAD = 0
 """Number of the head's own machine."""
 
 REJOIN_S = 20.0
-"""How long a host that took over waits for the others of the former head."""
+"""Time that a host which took over waits for the other hosts of the former head."""
 
 CHECK_EVERY_S = 0.25
-"""Whether this host is still the head."""
+"""Interval of the check whether this host is still the head."""
 
-REPLACE_EVERY_S = 2.0
+FIRST_RETRY_S, REPLACE_EVERY_S = 0.25, 2.0
+"""First and longest interval between requests for the same slot: the lost one may still be ending at the first request."""
+
 MAX_REPLACEMENTS = 5
-"""Slots asked of an engine in place of one that was lost, before it is left to its deadline."""
+"""Slots requested from an engine to replace one lost slot, before its deadline applies."""
 
 ENGINE_ANSWER_S = 0.25
-"""How long heartbeats wait for an engine's answer about a lost host; after that the news of it goes without."""
+"""Time that heartbeats wait for an engine's answer about a lost host; after that the loss is reported without it."""
 
 END_TIMEOUT_S = 10.0
 """From the job's end to the end of every process on every host."""
@@ -71,8 +72,8 @@ class Cluster:
     door: Door
     starters: list[SshStart]
     join_address: str  # as `shoal join` takes it
-    is_oversubscribed: bool = False  # more workers than cores are wanted
-    is_takeover: bool = False  # hosts of a head that was lost come, and that one does not
+    is_oversubscribed: bool = False  # more workers than cores are requested
+    is_takeover: bool = False  # hosts of a lost head join, without that head
     engine: Engine | None = None  # gives the hosts
     slot: Resources | None = None  # of each host that the engine gives
 
@@ -89,7 +90,7 @@ class HostLost:
     number: int
     name: str
     reason: str
-    has_left: bool = False  # it was asked to, and nothing of the job was there any more
+    has_left: bool = False  # on request, with no process of the job left there
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class Hosts:
         headship: Headship | None = None,
         health: Health | None = None,
     ) -> None:
-        """`headship` is this process's, where another host may take over; `health` is told of every turn."""
+        """`headship` is this process's, if another host may take over; `health` is called in every turn."""
         self.local, self.cluster, self.headship, self._health = warm, cluster, headship, health
         self._liveness, self._num_workers = liveness, num_workers
         self._server_numbers = list(server_numbers)
@@ -141,10 +142,9 @@ class Hosts:
         self._names: dict[int, str] = {}
         self._leaving: dict[int, str] = {}  # by number: why
         self._exits: list[ChildExited] = []  # on hosts that were lost
-        self._replacing: dict[
-            int, int
-        ] = {}  # hosts that an engine was asked for in place of lost ones: how often
-        self._replaced_at = 0.0
+        # Hosts that an engine was asked for in place of lost ones: how often.
+        self._replacing: dict[int, int] = {}
+        self._replaced_at, self._retry_s = 0.0, FIRST_RETRY_S
         # An engine may take seconds to answer, in which no heartbeat would be sent: it has one thread of its own.
         self._engine_calls = ThreadPoolExecutor(1, "engine")
         self._watching: Future[dict[int, str]] | None = None
@@ -165,7 +165,8 @@ class Hosts:
                         starter.close()
                     self._engine_calls.shutdown(cancel_futures=True)
                     if self.cluster.engine is not None:
-                        # An engine that fails must not hide how the job ended; its hosts were told that it is over.
+                        # An engine that fails must not hide how the job ended; its hosts have already been
+                        # told to stop.
                         with contextlib.suppress(Exception):
                             self.cluster.engine.stop()
 
@@ -184,11 +185,11 @@ class Hosts:
         )
 
     def exits(self) -> list[ChildExited]:
-        """Deaths since the last look. Look at `news` first, which tells of lost hosts."""
+        """Deaths since the last call. Call `news` first, which reports lost hosts."""
         lost, self._exits = self._exits, []
         found = [*lost, *self.local.exits()]
         for host in self._remote.values():
-            if not host.lost:  # else the news of it comes first
+            if not host.lost:  # else its loss is reported first
                 found += host.exits()
         return found
 
@@ -199,14 +200,14 @@ class Hosts:
             host.signal(pid, signum)
 
     def when_forked(self, pid: int, tell: Callable[[int | None], None]) -> None:
-        """Call with the pid that a process has on its host, once it is known; None where it came to nothing."""
+        """Call with the pid of a process on its host, once known; None if the fork failed."""
         if pid < 1 << 32:
             tell(pid)
         for host in self._remote.values():
             host.when_forked(pid, tell)
 
     def where(self, host: int) -> dict[str, Any]:
-        """A host in events; nothing where there is one only."""
+        """Host field for events; empty with a single host."""
         if self.cluster is None:
             return {}
         seat = self.cluster.door.seats.get(host)
@@ -273,7 +274,7 @@ class Hosts:
             return
         try:
             ended = before.result()
-        except Exception as error:  # engines raise what they like
+        except Exception as error:  # engines raise any type of error
             raise ClusterError(
                 f"{self.cluster.config.on} failed while the job waited for its hosts ({words_of(error)}). Nothing was trained; the "
                 "hosts that had joined were let go."
@@ -299,7 +300,7 @@ class Hosts:
             self._take_in(joined)
 
     def news(self) -> list[HostNews]:
-        """Hosts that came, went or want to go since the last look."""
+        """Hosts that joined, were lost or asked to leave since the last call."""
         for number, host in list(self._remote.items()):
             if host.lost:
                 self._forget(host)
@@ -331,7 +332,7 @@ class Hosts:
             host.tell_saved()
 
     def refused(self) -> list[str]:
-        """Machines that were not admitted since the last look, and why."""
+        """Machines refused since the last call, with the reasons."""
         found = []
         with contextlib.suppress(queue.Empty):
             while self.cluster is not None:
@@ -339,16 +340,18 @@ class Hosts:
         return found
 
     def tick(self) -> float | None:
-        """Send heartbeats, notice silent hosts; returns the seconds until the next call. HeadFenced where another may be head."""
+        """Send heartbeats and detect silent hosts; returns the seconds until the next call. HeadFenced
+        if another host may be head.
+        """
         waits = [host.tick() for host in self._remote.values()]
         if self.headship is not None:
             self.headship.check()
             waits.append(CHECK_EVERY_S)
         if self._replacing:
             self._replace_again()
-            waits.append(REPLACE_EVERY_S)
+            waits.append(self._retry_s)
         if self._health is not None:
-            self._health.waits_for = ""  # hosts are admitted from here on
+            self._health.waits_for = ""  # from here on hosts are admitted
             num_missing = len(self.missing)
             self._health.beat(
                 shoal_hosts_joined=self.num_hosts - 1 - num_missing, shoal_hosts_missing=num_missing
@@ -357,16 +360,16 @@ class Hosts:
         return min(waits, default=None)
 
     def _replace_again(self) -> None:
-        """Ask the engine again for slots that ended before they joined, or were still ending when it was asked first."""
+        """Ask the engine again for slots that ended before they joined, or were still ending at the first request."""
         now = time.monotonic()
-        if now < self._replaced_at + REPLACE_EVERY_S:
+        if now < self._replaced_at + self._retry_s:
             return
         if self._retrying is not None:
             if not self._retrying.done():
                 return
             for number in self._retrying.result():
                 self._replacing[number] = self._replacing.get(number, 0) + 1
-        self._replaced_at = now
+        self._replaced_at, self._retry_s = now, min(2 * self._retry_s, REPLACE_EVERY_S)
         self._replacing = {
             number: times
             for number, times in self._replacing.items()
@@ -375,14 +378,13 @@ class Hosts:
         self._retrying = self._engine_calls.submit(self._start_ended, set(self._replacing))
 
     def _start_ended(self, numbers: set[int]) -> list[int]:
-        """In the engine's thread: ask again for those of these slots that have ended; returns them."""
+        """In the engine's thread: request again those of these slots that have ended; returns them."""
         assert self.cluster is not None
         assert self.cluster.engine is not None
         assert self.cluster.slot is not None
         asked = []
-        with contextlib.suppress(
-            Exception
-        ):  # the wait for the host has a deadline, which says what is missing
+        # The wait for the host has a deadline of its own, which names what is missing.
+        with contextlib.suppress(Exception):
             for number in numbers & self.cluster.engine.watch().keys():
                 asked.append(number)
                 self.cluster.engine.start([number], self.cluster.slot)
@@ -397,33 +399,34 @@ class Hosts:
         self._news.append(HostLost(host.number, self._called(host.number), reason, bool(leaving)))
 
     def _asked_again(self, number: int) -> str:
-        """Ask the engine for another slot in place of one that was lost; what came of it, in words."""
+        """Ask the engine for another slot in place of a lost one; returns the result as a phrase."""
         if self.cluster is None or self.cluster.engine is None or self.cluster.slot is None:
             return ""
         if self.cluster.config.roles:
-            return ""  # whoever supervises a service starts it again
-        self._replacing[number], self._replaced_at = 1, time.monotonic()
+            return ""  # the service's own supervisor restarts it
+        self._replacing[number] = 1
+        self._replaced_at, self._retry_s = time.monotonic(), FIRST_RETRY_S
         is_idle = self._asking is None or self._asking.done()
         self._asking = self._engine_calls.submit(self._start_another, number)
-        if is_idle:  # else it would wait for the host before this one, too
+        if is_idle:  # else it would also wait for the request before this one
             with contextlib.suppress(TimeoutError):
                 return self._asking.result(ENGINE_ANSWER_S)
         return f"; {self.cluster.config.on} is being asked for another"
 
     def _start_another(self, number: int) -> str:
-        """In the engine's thread: ask for a slot in place of one that was lost."""
+        """In the engine's thread: request a slot in place of a lost one."""
         cluster = self.cluster
         assert cluster is not None
         assert cluster.engine is not None
         assert cluster.slot is not None
         if number in self._remote:
-            return ""  # it has joined anew while the engine was busy
+            return ""  # it has rejoined while the engine was busy
         said = ""
         try:
             if problem := cluster.engine.watch().get(number, ""):
                 said = f"; {problem}"
             cluster.engine.start([number], cluster.slot)
-        except Exception as error:  # engines raise what they like, and the job goes on without this host
+        except Exception as error:  # engines raise any type of error, and the job goes on without this host
             return f"{said}; {cluster.config.on} gives no other: {words_of(error)}"
         return f"{said}; {cluster.config.on} was asked for another"
 
@@ -460,11 +463,11 @@ class Hosts:
 
     @property
     def places_of_ranks(self) -> tuple[int, ...]:
-        """Home of each rank among the hosts that have workers, from 0 on: as workers know them."""
+        """Home of each rank, numbered from 0 among the hosts that have workers: as workers know them."""
         return tuple(host - self._places.start for host in self.rank_hosts)
 
     def place_worker(self, rank: int, taken: Sequence[int]) -> int | None:
-        """Host for a worker; None where it has to wait for one. `taken` are the hosts of the workers that live."""
+        """Host for a worker; None if it has to wait for one. `taken` are the hosts of the living workers."""
         if self.cluster is None:
             return HEAD
         rooms = {number: room - taken.count(number) for number, room in self.cores().items()}
@@ -478,16 +481,16 @@ class Hosts:
 
     @property
     def start_order(self) -> list[int]:
-        """Ranks in the order in which they are placed: those whose home is here first, the others where room is left."""
+        """Ranks in placement order: first those whose home is present, then the others, in the remaining capacity."""
         homes = self.rank_hosts
         return sorted(
             range(self._num_workers), key=lambda rank: bool(homes) and not self.is_here(homes[rank])
         )
 
     def cores(self, without: int | None = None) -> dict[int, int]:
-        """Cores of each host that is here and may have workers, but for one that is to leave.
+        """Cores of each present host that may have workers, except one that is about to leave.
 
-        A service has as many as workers of its own: whoever started it gave it what those need.
+        A service counts as many as it has workers: it was sized for them.
         """
         config = self.cluster.config if self.cluster is not None else None
         of_services = config.workers if config is not None and config.roles else None
@@ -498,7 +501,7 @@ class Hosts:
         }
 
     def resize(self, num_workers: int, config: HostsConfig | None, launches: Sequence[float]) -> None:
-        """Another number of workers, or other homes for them, from the next start on: the last of these launches."""
+        """Change the number of workers, or their homes, from the next launch on; `launches` are those of the run so far."""
         self._num_workers = num_workers
         if self.cluster is not None and config is not None:
             self.cluster.config = config
@@ -511,7 +514,7 @@ class Hosts:
         self.cluster.door.open_seats(config.num_hosts)
 
     def leave(self, number: int, reason: str) -> None:
-        """Let a host go that has no process of the job any more."""
+        """Release a host that has no process of the job left."""
         if number in self._remote:
             self._leaving[number] = reason
             self._remote[number].end(0, "it has left the job, which goes on without it")
@@ -531,9 +534,9 @@ class Hosts:
         return tuple(self.cluster.config.host_of_server(number) for number in self._server_numbers)
 
     def place_server(self, number: int, taken: Sequence[int]) -> int | None:
-        """Host for a server: its home, else the one with the fewest servers (`taken`: their hosts), the next one of these.
+        """Host for a server: its home, else the next host with the fewest servers (`taken`: the servers' hosts).
 
-        None where it has to wait for its service.
+        None if it has to wait for its service.
         """
         if self.cluster is None:
             return HEAD
@@ -541,12 +544,13 @@ class Hosts:
         if self.cluster.config.roles:
             return home if self.is_here(home) else None
         here = [host for host in range(self.num_hosts) if self.is_here(host)]
-        # The head, where it has no part in the job: while no other host is here, to lose nothing.
+        # Fall back to the head, though it has no part in the job, while no other host is present: otherwise
+        # state would be lost.
         here = [host for host in here if host in self._places] or here
         return placement.place_server(home, here, taken, self.num_hosts)
 
     def parent(self, host: int) -> WarmParent | RemoteHost:
-        """Who forks on this host."""
+        """The warm parent of this host."""
         return self.local if host == HEAD else self.remote(host)
 
     def remote(self, host: int) -> RemoteHost:
@@ -596,11 +600,13 @@ class Hosts:
         return found
 
     def end(self, exit_code: int, reason: str) -> list[str]:
-        """Tell all agents that the job is over, and wait until no process of it is left; returns the hosts that did not say so."""
+        """Tell all agents that the job is over, and wait until none of its processes is left; returns
+        hosts that did not confirm.
+        """
         hosts = list(self._remote.values())
         if self.headship is not None and self.headship.is_fenced:
             for host in hosts:
-                host.lose("this host is no longer the head")  # so that their agents look for the next one
+                host.lose("this host is no longer the head")  # so that their agents look for the next head
             return []
         for host in hosts:
             host.end(exit_code, reason)

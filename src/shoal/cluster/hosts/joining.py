@@ -1,4 +1,4 @@
-"""Joining a job: how a machine that has nothing but a key becomes a host with a certificate.
+"""Joining a job: how a machine that only has the key becomes a host with a certificate.
 
     joiner                                   head
       TLS 1.3, the head's certificate unknown
@@ -9,10 +9,9 @@
       HostFiles(hash, mark)      ─────────▶  the script is compared
                                  ◀─────────   HostAdmitted(number, certificate)
 
-Both MACs cover the certificate that the joiner saw, so somebody in the middle,
-who has another one, is noticed by both ends. Nothing can be learned by asking:
-a wrong key is refused before anything of the job is told. The private key never
-leaves the joiner. Every later connection presents the certificate.
+Both MACs cover the certificate that the joiner saw, so both ends detect a man in the middle, who
+has another one. The head reveals nothing about the job to a peer with a wrong key. The private key
+never leaves the joiner. Every later connection presents the certificate.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -67,24 +67,27 @@ from shoal.runtime.transport.tls import Credentials, Identity, TlsStream
 
 KEY_VARIABLE = "SHOAL_JOIN_KEY"
 MIN_KEY_CHARACTERS = 20
-"""A key is proven by a MAC, which an eavesdropper may try to brute-force: it must be too long for that."""
+"""A key is proven by a MAC, which an eavesdropper may try to brute-force: the key must be too long for that."""
 
 HANDSHAKE_S = 15.0
 """From a connection to its admission; a slower peer is dropped."""
 
 ADMITTED_TIMEOUT_S = 60.0
-"""From a host's admission, or the last file it asked for, to its agent's connection; then another may have its number."""
+"""From a host's admission, or its last file request, to its agent's connection; after that another
+host may have its number.
+"""
 
 AGENT_TIMEOUT_S = 10.0
 """From a host's admission to its agent's connection, after which the same machine may join anew."""
 
 SEAT_TIMEOUT_S = 6.0
-"""How long a joiner waits for the number of a host that may just have been lost; longer than it takes to miss one."""
+"""Time a joiner waits for the number of a host that may just have been lost; longer than detecting the loss takes."""
 
 CONNECT_EVERY_S = 0.2
 
 MAX_HANDSHAKES = 64
 MAX_HANDSHAKES_PER_ADDRESS = 8
+"""With more under way, the oldest is dropped: a handshake takes a fraction of a second, a silent peer its whole time."""
 
 MAX_CLOCK_SKEW_S = 60.0
 """Between head and host. Certificates, logs and the ledger carry times."""
@@ -127,7 +130,7 @@ def read_key(path: str | None) -> str | None:
 
 
 def ask_for_key(address: str) -> str:
-    """Have it typed, unseen."""
+    """Prompt for the key without echo."""
     if not sys.stdin.isatty():
         raise ConfigError(
             f"joining {address} needs the key that the head printed, and there is no terminal to type it. Nothing was "
@@ -159,7 +162,7 @@ class JobFacts(NamedTuple):
     run_dir_mark: str
     is_shipped: bool
     launches: tuple[float, ...] = ()
-    """When each launch of the run began."""
+    """Start time of each launch of the run."""
 
     journal: str = ""
     """URL of the etcd in which the head is recorded."""
@@ -176,21 +179,44 @@ class JoinedHost(NamedTuple):
 
 
 class HostSeat(NamedTuple):
-    """An admitted host, as the head knows it."""
+    """Admitted host, as the head knows it."""
 
     hostname: str
     address: str
     num_cores: int
     sees_run_dir: bool
     machine: bytes
-    """Behind a NAT several have one address, and clones have one name."""
+    """Identity of the machine: behind a NAT several share one address, and clones share one name."""
+
+
+class _Handshake:
+    """A connection that has proven nothing yet."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self.sock, self.peer = sock, peer
+
+    def cut(self) -> None:
+        """End it, whatever its thread waits for."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # that of TLS is for the thread that reads
+
+
+def _crowded_out(under_way: Sequence[_Handshake], peer: str) -> _Handshake | None:
+    """The handshake, of all in the order they began, that has to make room for one more of `peer`."""
+    of_peer = [each for each in under_way if each.peer == peer]
+    if len(of_peer) >= MAX_HANDSHAKES_PER_ADDRESS:
+        return of_peer[0]
+    if len(under_way) < MAX_HANDSHAKES:
+        return None
+    counts = Counter(each.peer for each in under_way)
+    return max(under_way, key=lambda each: counts[each.peer])  # the first of those with the most
 
 
 class Door:
-    """The head's listening socket: admits hosts, and hands connected agents on.
+    """The head's listening socket: admits hosts, and passes connected agents on.
 
-    Handshakes run in threads with a deadline each; nothing of the supervisor
-    waits for them. `fileno` is readable when `joined` has something.
+    Handshakes run in threads, each with a deadline; the supervisor never waits for them. `fileno`
+    is readable when `joined` has something.
     """
 
     def __init__(
@@ -206,7 +232,8 @@ class Door:
     ) -> None:
         """`numbers` are the hosts that are to join; the key admits each of them once, and again after it was lost.
 
-        `names` are those of hosts that have one; `services` the role of each, where they are services.
+        `names` are the hosts' names, where they have any; `services` maps hosts that are services
+        to their role.
         """
         self._names, self._services = names, services
         self.seats: dict[int, HostSeat] = {}
@@ -225,19 +252,18 @@ class Door:
             key=private,
         )
         self._context = tls.context(credentials, ssl.PROTOCOL_TLS_SERVER)
-        self._context.verify_mode = ssl.CERT_OPTIONAL  # who has none yet may only join
+        self._context.verify_mode = ssl.CERT_OPTIONAL  # a peer without a certificate may only join
         self._fingerprint = hashlib.sha256(
             ssl.PEM_cert_to_DER_cert(credentials.certificate.decode())
         ).digest()
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._admitted_at: dict[int, float] = {}  # hosts whose agent has not connected yet
-        self._busy: dict[str, int] = {}
+        self._under_way: list[_Handshake] = []
         self._wake, self._waker = socket.socketpair()
         for sock in (self._wake, self._waker):
-            sock.setblocking(
-                False
-            )  # a full socket wakes up all the same, and a handshake must not wait in it
+            # A full socket wakes up all the same, and a handshake must not block on it.
+            sock.setblocking(False)
         self._thread = threading.Thread(target=self._accept, name="join listener", daemon=True)
         self._thread.start()
 
@@ -252,7 +278,7 @@ class Door:
             self._released.notify_all()
 
     def launched_again(self, launches: Sequence[float]) -> None:
-        """The times at which the launches of the run began, for hosts that join from now on."""
+        """Set the start times of the run's launches, for hosts that join from now on."""
         self._facts = self._facts._replace(launches=tuple(launches))
 
     def joined(self) -> list[JoinedHost]:
@@ -281,25 +307,24 @@ class Door:
             except OSError:
                 if self._listener.fileno() < 0 or not _is_listening(self._listener):
                     return
-                time.sleep(0.05)  # out of descriptors: the next turn may have one
+                time.sleep(0.05)  # out of descriptors: one may be free in the next turn
                 continue
-            peer = str(address[0])
+            handshake = _Handshake(sock, str(address[0]))
             with self._lock:
-                is_full = (
-                    sum(self._busy.values()) >= MAX_HANDSHAKES
-                    or self._busy.get(peer, 0) >= MAX_HANDSHAKES_PER_ADDRESS
-                )
-                if not is_full:
-                    self._busy[peer] = self._busy.get(peer, 0) + 1
-            if is_full:
-                sock.close()
-                continue
-            threading.Thread(target=self._serve, args=(sock, peer), name=f"join {peer}", daemon=True).start()
+                crowded_out = _crowded_out(self._under_way, handshake.peer)
+                if crowded_out is not None:
+                    self._under_way.remove(crowded_out)
+                    crowded_out.cut()
+                self._under_way.append(handshake)
+            threading.Thread(
+                target=self._serve, args=(handshake,), name=f"join {handshake.peer}", daemon=True
+            ).start()
 
-    def _serve(self, sock: socket.socket, peer: str) -> None:
+    def _serve(self, handshake: _Handshake) -> None:
         # The deadline is the connection's as a whole: a peer that sends byte by byte is cut off too.
         stream: ssl.SSLSocket | None = None
-        watchdog = threading.Timer(HANDSHAKE_S, lambda: _shut(sock if stream is None else stream))
+        sock, peer = handshake.sock, handshake.peer
+        watchdog = threading.Timer(HANDSHAKE_S, handshake.cut)
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -308,19 +333,20 @@ class Door:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             stream = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             assert isinstance(stream, TlsStream)
+            self._go_on_as(handshake, stream)
             stream.do_handshake()
             if stream.getpeercert():
                 first = read_message(stream)[0]
                 watchdog.cancel()
+                self._is_over(handshake)  # hosts at work must not keep others from joining
                 if isinstance(first, ListFiles):
                     self._check_current(stream.identity)
-                    with self._not_busy(peer):  # hosts at work must not keep others from joining
-                        self._files.serve(stream, first)
+                    self._files.serve(stream, first)
                 else:
                     self._hand_over(stream, peer, _expect(first, AgentReady))
                     stream = None
             else:
-                self._admit(stream, peer)
+                self._admit(stream, handshake)
         except (OSError, EOFError, WireError) as error:
             self._refused(peer, str(error))
         except HostNotAdmitted as error:
@@ -330,26 +356,25 @@ class Door:
                     send_message(stream, HostRefused(error.reason))
         finally:
             watchdog.cancel()
-            with self._lock:
-                self._busy[peer] -= 1
-                if self._busy[peer] <= 0:
-                    del self._busy[peer]
+            self._is_over(handshake)
             if stream is not None:
                 stream.close()
             else:
                 sock.close()
 
-    @contextlib.contextmanager
-    def _not_busy(self, peer: str) -> Iterator[None]:
+    def _go_on_as(self, handshake: _Handshake, stream: TlsStream) -> None:
         with self._lock:
-            self._busy[peer] -= 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._busy[peer] = self._busy.get(peer, 0) + 1
+            handshake.sock = stream
+            if handshake not in self._under_way:
+                raise WireError("too many others were joining")
 
-    def _admit(self, stream: TlsStream, peer: str) -> None:
+    def _is_over(self, handshake: _Handshake) -> None:
+        with self._lock:
+            if handshake in self._under_way:
+                self._under_way.remove(handshake)
+
+    def _admit(self, stream: TlsStream, handshake: _Handshake) -> None:
+        peer = handshake.peer
         hello = _expect(read_message(stream)[0], JoinHost)
         nonce = secrets.token_bytes(32)
         send_message(stream, HostChallenge(nonce))
@@ -358,6 +383,7 @@ class Door:
         bound = hello.nonce + nonce + self._fingerprint
         if not hmac.compare_digest(proof.mac, _mac(self._key, b"host", bound, said)):
             raise HostNotAdmitted("the join key is not this job's")
+        self._is_over(handshake)  # a peer with the key is never dropped
         _compare(proof)
         number, incarnation = self._take_seat(proof, peer)
         try:
@@ -397,7 +423,8 @@ class Door:
     def _take_seat(self, proof: HostProof, peer: str) -> tuple[int, int]:
         """Number and incarnation for a host that joins.
 
-        A host that lost power is back before the head has missed it, so a number that is taken is waited for.
+        A host that lost power may be back before the head has noticed its loss, so a joiner waits
+        for a number that is taken.
         """
         numbers = self._numbers_for(proof, peer)
         with self._released:
@@ -408,7 +435,7 @@ class Door:
                 if before is not None:
                     if self._admitted_at.get(before, math.inf) > time.monotonic() - AGENT_TIMEOUT_S:
                         return None
-                    self._let_go(before)  # the machine was lost before its agent came, and is back
+                    self._let_go(before)  # the machine was lost before its agent connected, and is back
                 return next((number for number in numbers if number in self._free), None)
 
             number = self._released.wait_for(free, SEAT_TIMEOUT_S)
@@ -421,7 +448,7 @@ class Door:
             return number, incarnation
 
     def _numbers_for(self, proof: HostProof, peer: str) -> list[int]:
-        """The one that it was started as, those of its name where the hosts have names, else any."""
+        """Numbers a host may get: the one it was started as, those of its name where hosts are named, else any."""
         if proof.wants >= 0:
             if proof.wants not in self._numbers:
                 numbers = ", ".join(map(str, self._numbers))
@@ -467,13 +494,13 @@ class Door:
             return f"all {len(numbers)} {proof.role} services of this job have joined"
         if proof.wants < 0 and self._names.keys().isdisjoint(numbers):
             return (
-                f"all {len(self._numbers)} hosts that this job waits for have joined: the key is used up. "
+                f"every host that this job waits for has joined ({len(self._numbers)}): the key is used up. "
                 f"`shoal scale {self._facts.job} --hosts {len(self._numbers) + 2}` on the head lets another one join"
             )
         return f"host {numbers[0]} of this job is another machine, which has joined already"
 
     def _release_late(self) -> None:
-        """Take back the numbers of hosts whose agent never came."""
+        """Take back the numbers of hosts whose agent never connected."""
         late = time.monotonic() - ADMITTED_TIMEOUT_S
         for number in [number for number, at in self._admitted_at.items() if at < late]:
             self._let_go(number)
@@ -504,7 +531,7 @@ class Door:
             self._waker.send(b"\0")
 
     def release(self, number: int) -> None:
-        """Let another host have the number of one that was lost, or failed to join."""
+        """Free the number of a host that was lost, or failed to join."""
         with self._released:
             self._let_go(number)
             self._released.notify()
@@ -570,7 +597,7 @@ class Admission(NamedTuple):
     journal: str
     """URL of the etcd in which the head is recorded; empty: none."""
     interfaces: str = ""
-    """Names of those that were asked for, with commas."""
+    """Names of the requested interfaces, comma-separated."""
     advertised: str = ""
     """Address under which other hosts reach this one."""
 
@@ -587,11 +614,11 @@ def join(
     role: str = "",
     say: Callable[[str], None] = lambda told: None,
 ) -> Admission:
-    """Join the job at `shoal://host:port`. HostNotAdmitted with the head's reason; ConfigError where nobody answers.
+    """Join the job at `shoal://host:port`. Raises HostNotAdmitted with the head's reason; ConfigError if nobody answers.
 
-    The head may be started last, so it is tried for `timeout_s`, and `say` is told so. `run_dir` is
-    where a copy of the run may be; `source` an address of this host to come from, `cores` those that it may use,
-    `role` that of a service.
+    The head may be started last, so attempts go on for `timeout_s`, announced through `say`.
+    `run_dir` is the place of a possible copy of the run, `source` the local address to connect
+    from, `cores` the cores the job may use, `role` that of a service.
     """
     host, port = tls.split_address(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -616,7 +643,9 @@ def join(
 
 
 def _loopback_source(host: str, wants: int) -> str | None:
-    """Address of a slot that shares the head's machine: loopback has 16 million, and each host needs one of its own."""
+    """Source address for a slot on the head's own machine: each host needs an address of its own, and
+    loopback has 16 million.
+    """
     try:
         is_shared = wants > 0 and ipaddress.IPv4Address(host).is_loopback
     except ValueError:
@@ -632,7 +661,7 @@ def _reach(
         try:
             left_s = max(0.1, deadline - time.monotonic())
             return socket.create_connection((host, port), left_s, (source, 0) if source else None)
-        except OSError as error:  # a name may also be known only once the head's container has started
+        except OSError as error:  # a name may also resolve only once the head's container has started
             if time.monotonic() + CONNECT_EVERY_S >= deadline:
                 raise
             if not has_told:
@@ -665,7 +694,7 @@ def _converse(
         protocol=roles.protocol_version(),
         clock=time.time(),
         num_cores=cores or available_cores(),
-        # Of services several may share a machine and its address, so each process is one by itself.
+        # Several services may share a machine and its address, so each process counts as a machine.
         machine=machine_id(f"{own_address} {role} {os.getpid()}" if role else own_address),
         wants=wants,
         role=role,
@@ -716,8 +745,9 @@ def own_versions() -> dict[str, str]:
 def machine_id(own_address: str) -> bytes:
     """Identity of this machine, as far as it has one: name, system id, network hardware, and its own address.
 
-    Each alone may be shared: the name by clones, the id by copies of a disk image, hardware addresses by containers
-    of several machines. Of several hosts on one machine each has an address of its own.
+    Each alone may be shared: the name by clones, the id by copies of a disk image, hardware
+    addresses by containers of several machines. Several hosts on one machine have different
+    addresses.
     """
     try:
         system = Path("/etc/machine-id").read_bytes()
@@ -785,8 +815,3 @@ def _is_listening(sock: socket.socket) -> bool:
         return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:
         return False
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of TLS is for the thread that reads

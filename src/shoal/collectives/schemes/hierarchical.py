@@ -1,13 +1,12 @@
 """`hierarchical` exchange: through shared memory inside each host, around rings between the hosts.
 
-Between hosts one sum per host is sent, not one per worker. A large tensor is
-cut into pieces: while one is on the network, the next is summed within the
-host and the one before is handed out there. Where all hosts have as many ranks,
-each rank takes a lane of every piece around a ring of its own, so that a host
-has as many connections and cores at work as workers.
+Between hosts one sum per host is sent, not one per worker. A large tensor is divided into pieces:
+while one is on the network, the next is summed within the host and the previous one is distributed
+there. If all hosts have as many ranks, each rank takes a lane of every piece around a ring of its
+own, so that a host uses as many connections and cores as workers.
 
-Ranks of a lost host may be restarted on different ones; their sum is then
-relayed, in the same order. Neither pieces nor lanes change the order of a sum.
+Ranks of a lost host may be restarted on different ones; their sum is then relayed, in the same
+order. Neither pieces nor lanes change the order of a sum.
 """
 
 from __future__ import annotations
@@ -27,12 +26,15 @@ from shoal.collectives.schemes import P2P, chain, part_bounds, parts_of, ring
 from shoal.collectives.shm import KINDS, Shm
 from shoal.config.job import Job
 
-SLICE_BYTES = 256 << 10
-"""Of a piece, the bytes that each host adds up: enough for a network to carry at speed, little to wait for."""
+SLICE_BYTES = 1 << 20
+"""Of a piece, the bytes that each host adds up: the ranks of a host wait for each other twice per piece, so few pieces."""
+
+SMALL_BYTES = 256 << 10
+"""A tensor up to this size is not cut: one rank of a host takes it around the ring."""
 
 
 class Hierarchical:
-    """One rank's place: the sum over its host, and the ring if it speaks for that host."""
+    """One rank's place: the sum over its host, and the ring if it represents that host."""
 
     def __init__(self, within: Scheme, between: P2P | None) -> None:
         """`between` connects the first rank of each host; None for all others."""
@@ -56,7 +58,7 @@ class Hierarchical:
         pieces = InPieces(shm, lane, num_hosts=len(of_host), num_lanes=num_lanes)
 
         def all_reduce(flat: Tensor) -> None:
-            is_small = flat.nbytes <= SLICE_BYTES or len(of_host) == 1
+            is_small = flat.nbytes <= SMALL_BYTES or len(of_host) == 1
             (simple.all_reduce if is_small else pieces.all_reduce)(flat)
 
         return Threaded(group, all_reduce, dtypes=KINDS)
@@ -68,7 +70,8 @@ class Hierarchical:
             ring.all_reduce(self._between, flat)
         else:
             flat.zero_()
-        # The result plus zeros: how the others get it. As bytes: -0.0 plus zero is 0.0, on hosts of two ranks alone.
+        # The result plus zeros: how the others get it. As bytes: -0.0 plus zero is 0.0, on hosts of two
+        # ranks alone.
         self._within(flat.view(torch.uint8))
 
 
@@ -102,17 +105,16 @@ class InPieces:
             yield [part[begin : begin + length] for part in parts]
 
     def _advance(self, under_way: deque[tuple[list[Tensor], Iterator[None]]]) -> None:
-        """One more step of every piece on the network, and hand out the oldest where it is through.
+        """One more step of every piece on the network; distribute the oldest once it is complete.
 
-        The newest goes first, which waits for nothing: it is on its way while the others are waited for.
+        The newest goes first, since it waits for nothing: it is sent while the others are awaited.
         """
         is_through = [next(steps, True) is True for _, steps in reversed(under_way)]
         if is_through[-1]:
-            for part in under_way.popleft()[0]:
-                self._hand_out(part)
+            self._hand_out(under_way.popleft()[0])
 
     def _around_the_ring(self, slices: list[Tensor]) -> Iterator[None]:
-        """Have this rank's lane of a piece summed over the hosts; stops after each step that was begun."""
+        """Sum this rank's lane of a piece over the hosts; yields after each started step."""
         lane = self._lane
         parts = [each[slice(*self._bounds(each))] for each in slices]
         rank = lane.rank if lane is not None else 0
@@ -131,15 +133,19 @@ class InPieces:
     def _bounds(self, whole: Tensor) -> tuple[int, int]:
         return part_bounds(len(whole), self._shm.rank, self._num_lanes) if self._lane is not None else (0, 0)
 
-    def _hand_out(self, part: Tensor) -> None:
-        """Give every rank of the host all lanes of a slice."""
+    def _hand_out(self, slices: list[Tensor]) -> None:
+        """Give every rank of the host all lanes of a piece."""
+        works = [self._start_handing_out(each) for each in slices]
+        for work in works:
+            self._shm.finish(work, "handing a sum out within a host")
+
+    def _start_handing_out(self, part: Tensor) -> object:
         shm, (begin, end) = self._shm, self._bounds(part)
         if self._num_lanes == shm.num_workers and len(part) % self._num_lanes == 0:
-            shm.gather_in_place(part, "handing a sum out within a host")
-            return
+            return shm.start_gather_in_place(part)
         part[:begin].zero_()
         part[end:].zero_()
-        _sum_in_memory(shm, part.view(torch.uint8))  # as bytes, for the sake of -0.0
+        return shm.start_all_reduce(part.view(torch.uint8))  # as bytes, because of -0.0
 
 
 def _are_at_home(job: Job, group: Native, hosts: Sequence[int]) -> bool:

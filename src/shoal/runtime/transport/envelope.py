@@ -1,22 +1,19 @@
-"""An envelope: a message whose frames lie in memory that both ends have mapped, or follow in the socket.
+"""An envelope: a message whose frames are in memory mapped by both ends, or follow in the socket.
 
-Its first frame is a table that says which ticket it is, which segments come
-with it (their descriptors travel beside its first byte), where each frame
-lies, and where the answer's frames shall go:
+Its first frame is a table with its ticket, the new segments (their descriptors are sent with its
+first byte), the place of each frame, and the places for the answer's frames:
 
     head      ticket, number of new segments, of frames, of buffers for the answer
     new       segment, bytes                     for each new segment
     frames    segment, offset, bytes             segment 0: it follows in the socket
     into      segment, offset, bytes
 
-Between hosts there is no memory in common: every segment is 0, `into` of a
-request says how many bytes are wanted, and in an answer `into` are frames
-that follow the others in the socket. The offset of a frame that is cut into
-blocks is the number of connections that carry one (`stripes.py`).
+Between hosts there is no shared memory: every segment is 0, `into` of a request gives the wanted
+bytes, and in an answer `into` are frames that follow the others in the socket. The offset of a
+striped frame is the number of connections that carry its blocks (`stripes.py`).
 
-Decides the format and that it is well-formed, and gathers the bytes of a
-stream into envelopes. Whether a segment exists, and what a place in it is,
-is for `shared_server.py`; sending is for both sides.
+This module defines the format, validates it, and collects the bytes of a stream into envelopes.
+`shared_server.py` checks segments and places; both sides send.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ REQUEST_BYTES = 64 << 20
 """Largest sum of frames of a request that travel in the socket."""
 
 BULK_BYTES = 256 << 10
-"""What is larger moves in a thread of its own between hosts, and lets the rest pass."""
+"""A larger message between hosts moves in a thread of its own, and lets others pass."""
 
 REPLY_BYTES = 1 << 30
 """The same for an answer: a slot of a table as a whole, whose size the asker cannot know."""
@@ -64,8 +61,8 @@ _TABLE_BYTES = _HEAD.size + 16 * MAX_NEW_SEGMENTS + 24 * 2 * MAX_FRAMES
 _BUFFER_BYTES = 64 << 10
 _NUM_OFFERED = 1024  # parts of one write (IOV_MAX)
 _BIG_BYTES = 32 << 10
-_SEND_BYTES = _DECRYPT_BYTES = 1 << 20  # at one look: one connection does not keep all others waiting
-# More than a socket holds: what arrives while it is copied is taken too, without a wake-up.
+_SEND_BYTES = _DECRYPT_BYTES = 1 << 20  # per read: one connection must not starve the others
+# More than a socket holds: bytes that arrive during the copy are read too, without a wake-up.
 _RECEIVE_BYTES = 8 << 20
 _CUT, _CLOEXEC = int(socket.MSG_CTRUNC), system.CMSG_CLOEXEC  # as enums they cost microseconds
 
@@ -206,11 +203,11 @@ class Intake:
 
     @property
     def awaits_stripes(self) -> bool:
-        """Is all that is missing on its way over the other connections? Then `stripes` tells when it is here."""
+        """Whether everything missing comes over the other connections; then `stripes` signals its arrival."""
         return self._striped_bytes > 0 and not self._own_missing_bytes
 
     def wake_for(self, sock: socket.socket, *, is_bulk: bool) -> None:
-        """Have the next poll tell when much of a large part is there; or of any. Nobody may poll with an old setting."""
+        """Set the wake-up threshold of the next poll: much of a large part, or any byte. No poll may use an old setting."""
         missing = self._own_missing_bytes if is_bulk else 0
         self._wake_bytes = wake_after(sock, missing, self._wake_bytes)
 
@@ -220,7 +217,7 @@ class Intake:
         return self._is_between and self._start == self._end
 
     def receive(self, sock: socket.socket) -> list[Received]:
-        """The messages that one look at the socket completes; EOFError at its end, BlockingIOError where it is empty."""
+        """Messages completed by one read of the socket; EOFError at its end, BlockingIOError if it is empty."""
         if self.stripes is not None and self.stripes.error is not None:
             raise self.stripes.error
         if self.awaits_stripes:
@@ -230,7 +227,7 @@ class Intake:
         else:
             received = self._receive(sock, _DECRYPT_BYTES if isinstance(sock, TlsStream) else _RECEIVE_BYTES)
         if isinstance(sock, TlsStream):
-            # Of what is decrypted already no selector tells.
+            # The selector does not report bytes that TLS has already decrypted.
             while not self.awaits_stripes and (pending := sock.pending()):
                 received += self._receive(sock, pending)
         return received
@@ -263,7 +260,7 @@ class Intake:
         return self._parse_buffer()
 
     def close(self) -> None:
-        """Close the descriptors that nobody took."""
+        """Close descriptors that were not taken."""
         memfd.close(self.fds)
         self.fds.clear()
 
@@ -292,7 +289,7 @@ class Intake:
         """The wanted part is received in place from here on; `rest` bytes are here, and may be all of it and more."""
         target, self._target = self._target, None
         num_connections, self._num_connections = self._num_connections, 0
-        # Mapped, not allocated: pages come to be as bytes arrive.
+        # Mapped, not allocated: pages are backed as bytes arrive.
         whole = memoryview(mmap.mmap(-1, self._wanted)) if target is None else target
         own_bytes = self._wanted
         if num_connections:
@@ -350,6 +347,7 @@ class Intake:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds = array("i")
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                system.keep_from_children(fds)
                 self.fds.extend(fds)
         if is_cut or len(self.fds) > self._max_fds:
             raise WireError(f"more descriptors than the {self._max_fds} that are allowed")
@@ -365,7 +363,7 @@ class Outbox:
         """Not sent yet."""
 
     def send(self, sock: socket.socket, parts: Sequence[Bytes], fds: Sequence[int] = ()) -> None:
-        """Send, or keep a copy of what the socket does not take: the caller's bytes are free either way.
+        """Send, or copy what the socket does not take: the caller's bytes are free either way.
 
         Copies of `fds` are kept too, until they are sent. Parts are of bytes, not of larger items.
         """
@@ -386,9 +384,9 @@ class Outbox:
             fds = ()
 
     def lend(self, parts: Sequence[Bytes], *, is_bulk: bool = False, may_overtake: bool = False) -> None:
-        """Keep for `flush`, copying nothing: all parts must stay as they are until they are sent.
+        """Queue for `flush` without a copy: all parts must stay unchanged until they are sent.
 
-        What may overtake goes before bulk of which nothing is sent yet.
+        Small messages go before bulk of which nothing is sent yet.
         """
         self.num_bytes += sum(map(len, parts))
         views = [memoryview(part) for part in parts if len(part)]
@@ -400,11 +398,12 @@ class Outbox:
             self._parts.insert(at + number, (view, (), is_bulk and number == 0))
 
     def flush(self, sock: socket.socket) -> None:
-        """Send what the socket takes now; of very much only a part, for others wait too."""
+        """Send as much as the socket takes; of very much only a part, since others wait too."""
         most = _SEND_BYTES
         while self._parts and most > 0:
             fds = self._parts[0][1]
-            # Several at once: TLS wants a write that blocked to begin with the same bytes, and to be no shorter.
+            # Several at once: TLS wants a write that blocked to begin with the same bytes, and to be no
+            # shorter.
             views: list[memoryview] = []
             left = _SEND_BYTES
             for view, others, may_wait in itertools.islice(self._parts, _NUM_OFFERED):

@@ -1,18 +1,16 @@
 """A server's end of its connections: requests in, answers out, never blocking, for a loop over one selector.
 
-Everything a peer sends is checked before it is used: bytes, sizes, segments
-and places in them. A peer that breaks a rule, or leaves too much unread, is
-closed and counted, and nobody else notices. What a request means is not
-decided here; that what lies in shared memory may change while it is read is
-for its reader to bear in mind.
+Everything a peer sends is validated before use: bytes, sizes, segments and places in them. A peer
+that breaks a rule, or leaves too much unread, is closed and counted, without effect on others. The
+meaning of requests is not decided here; readers must bear in mind that shared memory may change
+while they read.
 
-A peer on another host comes by a second socket. It has no shared memory: its
-frames are received into memory of this process, which is asked for before it
-is taken, and so are the buffers for its answers. Whom it names in Hello must
-be whom its certificate names. While something large is on the way to or from
-it, a thread has its socket, so that one loop's work and many transfers overlap;
-small answers pass large ones that have not begun. It may add further connections
-to its first one, which carry blocks of large frames and nothing else.
+A peer on another host connects to a second socket. It has no shared memory: its frames are received
+into memory of this process, which is reserved first, and so are the buffers for its answers. The
+name in its Hello must be that of its certificate. While something large is moving to or from it, a
+thread has its socket, so that the loop's work and many transfers overlap; small answers overtake
+large ones that have not begun. It may add further connections to its first one, which carry blocks
+of large frames and nothing else.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ from shoal.runtime.transport.stripes import Stripes
 from shoal.runtime.transport.tls import Credentials, Identity, PlainStream, TlsStream
 
 SPARE_FILES = 2 * MAX_NEW_SEGMENTS
-"""Descriptors that are left for what one look at a socket may bring, and for the server's own."""
+"""Descriptors reserved for what one read of a socket may bring, and for the server's own."""
 
 
 class Request(NamedTuple):
@@ -91,10 +89,10 @@ class ListenerConfig:
     """All segments of one peer together."""
 
     unsent_bytes: int = 64 << 20
-    """A peer with more answers than this unread is sent no further one: it is closed. One answer may be larger."""
+    """A peer with more unread answers than this is closed. One answer may be larger."""
 
     pause_bytes: int = 1 << 20
-    """A peer with more answers than this unread is not listened to."""
+    """A peer with more unread answers than this is not read from (backpressure)."""
 
     hello_timeout_s: float = 30.0
     """A connection without a whole message after so long is closed."""
@@ -111,7 +109,7 @@ class ListenerConfig:
 
 
 KEEP_MEMORY_S = 1.0
-"""Memory for large messages of other hosts is kept for the next ones, and given back once none came for so long."""
+"""Memory for large messages of other hosts is reused, and freed once none came for so long."""
 
 HELD_BYTES = 64 << 10
 """Answers to one peer that wait for the end of a turn; more are sent at once."""
@@ -127,7 +125,7 @@ class _Peer:
     name: str  # in refusals
     intake: Intake
     stream: TlsStream | PlainStream | None = None  # the socket, of a peer on another host
-    backlog: deque[Received] = field(default_factory=deque)  # came, and is heard once it reads its answers
+    backlog: deque[Received] = field(default_factory=deque)  # received, and handled once it reads its answers
     outbox: Outbox = field(default_factory=Outbox)
     held: list[Bytes] = field(default_factory=list)  # answers of this turn
     held_bytes: int = 0
@@ -138,9 +136,8 @@ class _Peer:
     events: int = selectors.EVENT_READ
     # Of one on another host:
     into: dict[int, list[memoryview]] = field(default_factory=dict)  # by ticket
-    incoming: dict[int, tuple[int, str | None]] = field(
-        default_factory=dict
-    )  # by message: bytes of its large frames, and why there is no memory for them
+    # By message: bytes of its large frames, and why there is no memory for them.
+    incoming: dict[int, tuple[int, str | None]] = field(default_factory=dict)
     link: int = -1  # its name for this connection and further ones
     num_connections: int = 1  # that it announced
     others: dict[int, socket.socket] = field(default_factory=dict)  # of those, by number, until all are there
@@ -160,7 +157,7 @@ class _Peer:
 
     @property
     def unread_bytes(self) -> int:
-        """Answers that it leaves unread, apart from those for which it has reserved memory itself."""
+        """Unread answers, without those for which it has reserved memory itself."""
         return max(0, self.unsent_bytes - self.lent_bytes)
 
     @property
@@ -169,10 +166,10 @@ class _Peer:
 
 
 class Listener:
-    """All connections of one server. `hear` gets every request, `gone` every peer that is no more.
+    """All connections of one server. `hear` gets every request, `gone` every closed peer.
 
-    Whoever runs the selector calls `attend` with each key whose data is this
-    listener or one of its peers (`owns` tells), and `tick` now and then.
+    The owner of the selector calls `attend` with each key whose data is this listener or one of its
+    peers (`owns` tells), and `tick` at intervals.
     """
 
     def __init__(
@@ -226,11 +223,11 @@ class Listener:
         return sum(peer.segment_bytes for peer in list(self._peers.values()))
 
     def owns(self, key: selectors.SelectorKey) -> bool:
-        """Is this key for `attend`?"""
+        """Whether this key is for `attend`."""
         return key.data is self or isinstance(key.data, _Peer)
 
     def attend(self, key: selectors.SelectorKey, mask: int) -> None:
-        """Do what the selector says can be done without waiting."""
+        """Handle the selector's events without waiting."""
         if key.fileobj is self._sock:
             self._accept()
         elif key.fileobj is self._wake:
@@ -313,21 +310,21 @@ class Listener:
             self.num_refused += 1
             self.last_refusal = f"{found.name}: {problem}"
         if found.is_away:
-            found.is_closed = True  # and its socket is closed once the thread has released it
+            found.is_closed = True  # its socket is closed once the thread has released it
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(found.sock, socket.SHUT_RDWR)
         else:
             self._selector.unregister(found.sock)
-            self._let_go(found)
+            self._close_sockets(found)
         for unlock in found.unlocks:
             unlock()
-        # Each mapping goes with the last view of it.
+        # Each mapping is freed with its last view.
         found.segments.clear()
         found.into.clear()
         self._gone(peer)
 
     def tick(self) -> None:
-        """Close those that connected and never said a word."""
+        """Close connections that never sent a message."""
         for peer in [each for each in self._peers.values() if not each.has_spoken]:
             silent_s = time.monotonic() - peer.since
             if silent_s > self._config.hello_timeout_s:
@@ -345,7 +342,7 @@ class Listener:
             peer = self._returned.popleft()
             if peer.has_moved:
                 peer.has_moved = False
-                self._let_go(peer)
+                self._close_sockets(peer)
         for sock in self._listening:
             self._selector.unregister(sock)
             sock.close()
@@ -363,7 +360,7 @@ class Listener:
             self.last_refusal = error.problem
             return
         except OSError:
-            return  # it was gone before we looked
+            return  # it was gone before the accept
         sock.setblocking(False)
         intake = Intake(REQUESTS, max_fds=MAX_NEW_SEGMENTS)
         self._add(_Peer(self._num_accepted + 1, sock, time.monotonic(), f"process {who.pid}", intake))
@@ -374,7 +371,7 @@ class Listener:
             stream = self._remote[1].accept(listener)
             name = "{}:{}".format(*stream.getpeername()[:2])
         except OSError:
-            return  # it was gone before we looked
+            return  # it was gone before the accept
         strangers = [peer for peer in self._peers.values() if peer.stream is not None and not peer.has_spoken]
         if len(strangers) >= self._config.num_strangers:
             # A client of this job sends Hello within milliseconds, and is not the oldest.
@@ -405,7 +402,7 @@ class Listener:
             if mask & selectors.EVENT_READ:
                 peer.backlog += peer.intake.receive(peer.sock)
             if self._is_bulky(peer):
-                self._hand_over(peer)  # before its messages are heard: both at a time
+                self._hand_over(peer)  # before its messages are handled: both at the same time
             while peer.backlog and not self._is_paused(peer):
                 request = self._open(peer, peer.backlog.popleft())
                 if request is not None:
@@ -415,7 +412,7 @@ class Listener:
         except WireError as error:
             self.close_peer(peer.number, error.problem)
         except BlockingIOError:
-            pass  # woken for nothing
+            pass  # spurious wake-up
         except EOFError:
             is_proper = peer.intake.is_between_messages
             self.close_peer(peer.number, None if is_proper else "it left in the middle of a message")
@@ -428,7 +425,7 @@ class Listener:
         return peer.unread_bytes > self._config.pause_bytes
 
     def _watch(self, peer: _Peer) -> None:
-        """Listen to it unless it does not read; write to it while there is something to write."""
+        """Read from it unless it does not read; write to it while there is something to write."""
         events = 0 if self._is_paused(peer) else selectors.EVENT_READ
         if peer.outbox.num_bytes:
             events |= selectors.EVENT_WRITE
@@ -437,10 +434,10 @@ class Listener:
             if not peer.is_away:
                 self._selector.modify(peer.sock, events, peer)
 
-    # ---- what is in an envelope --------------------------------------------------------------------
+    # ---- envelopes ---------------------------------------------------------------------------------
 
     def _open(self, peer: _Peer, received: Received) -> Request | None:
-        """The request in an envelope, all of its places found; None where it was answered for want of memory."""
+        """The request in an envelope, all of its places resolved; None if it was refused for want of memory."""
         if peer.stream is not None:
             return self._open_remote(peer, peer.stream, received)
         envelope, inline = open_table(received)
@@ -508,7 +505,7 @@ class Listener:
         return DROP if problem else self._memory.take(nbytes)
 
     def _reserve(self, peer: _Peer, nbytes: int) -> str | None:
-        """Count memory that a peer has announced; the reason why it is not to be had, if so."""
+        """Count memory that a peer has announced; returns the reason if there is not enough."""
         if peer.segment_bytes + nbytes > self._config.segment_bytes:
             raise WireError(
                 f"it asks for {peer.segment_bytes + nbytes:,} bytes, where at most {self._config.segment_bytes:,} are allowed"
@@ -532,7 +529,7 @@ class Listener:
         self, peer: _Peer, stream: TlsStream | PlainStream, received: Received
     ) -> Request | None:
         message = received[0]
-        # Messages that arrived whole are still delivered.
+        # Complete messages that arrived are still delivered.
         num_bytes, problem = peer.incoming.pop(id(received[1]), (0, None))
         self._release(peer, num_bytes)
         self._release_lent(peer)  # what other connections carried of the last answer is sent by now
@@ -566,7 +563,7 @@ class Listener:
     def _add_connection(
         self, peer: _Peer, stream: TlsStream | PlainStream, ticket: int, said: Stripe
     ) -> None:
-        """Take a connection as one of several of a link: its first one, or a further one of the same identity."""
+        """Add a connection to a link of several: its first one, or a further one of the same identity."""
         if said.number == 0:
             if not peer.has_spoken or peer.link >= 0:
                 raise WireError("it announced further connections before Hello, or twice")
@@ -609,11 +606,11 @@ class Listener:
         frames: Sequence[Bytes],
         fds: Sequence[int],
     ) -> None:
-        """An answer by the socket alone: its frames, copied, then the buffers that were filled, as they are."""
+        """An answer through the socket alone: its frames, copied, then the filled buffers, without a copy."""
         into = peer.into.pop(ticket, [])
         if fds:
             message, frames = PsRefused("memory is shared within one host alone."), []
-        if isinstance(message, PsRefused | ViewOver):  # nobody filled them
+        if isinstance(message, PsRefused | ViewOver):  # they were not filled
             self._release(peer, sum(map(len, into)))
             into = []
         envelope = Envelope(ticket, [], _places(peer, frames), _places(peer, into))
@@ -624,9 +621,8 @@ class Listener:
             parts = seal(Envelope(ticket, [], [], []), refusal, [])
         is_large = sum(map(len, parts)) > HELD_BYTES
         if is_large:
-            self._send(
-                peer
-            )  # may find everything sent and release what was lent, so this answer's buffers come after it
+            # May find everything sent and release what was lent, so this answer's buffers come after it.
+            self._send(peer)
         peer.lent_bytes += sum(map(len, into))
         if is_large:
             self._transmit(peer, parts)
@@ -656,13 +652,13 @@ class Listener:
             self._release_lent(peer)
 
     def _is_bulky(self, peer: _Peer) -> bool:
-        """Is there enough to move for a thread to be worth it?"""
+        """Whether there is enough to move for a thread to pay off."""
         if peer.stream is None or peer.is_away:
             return False
         return max(peer.outbox.num_bytes, peer.intake.num_missing_bytes) > BULK_BYTES
 
     def _hand_over(self, peer: _Peer) -> None:
-        """Have a thread move its bytes, until a message has arrived or there is nothing large any more."""
+        """Let a thread move its bytes, until a message has arrived or nothing large is left."""
         self._selector.unregister(peer.sock)
         if peer.wake is None:
             peer.wake = system.Wakeup()
@@ -707,7 +703,7 @@ class Listener:
         self._return(peer)
 
     def _return(self, peer: _Peer) -> None:
-        """From any thread: have the selector's thread look at a peer again."""
+        """From any thread: make the selector's thread look at a peer again."""
         self._returned.append(peer)
         assert self._wake is not None
         self._wake.set()
@@ -729,7 +725,7 @@ class Listener:
     def _take_back(self, peer: _Peer) -> None:
         peer.is_away = False
         if peer.is_closed:
-            self._let_go(peer)
+            self._close_sockets(peer)
             return
         peer.backlog += peer.arrived
         peer.arrived = []
@@ -740,7 +736,7 @@ class Listener:
         self._release_lent(peer)
         self._serve(peer, 0)
 
-    def _let_go(self, peer: _Peer) -> None:
+    def _close_sockets(self, peer: _Peer) -> None:
         peer.sock.close()
         if peer.stripes is not None:
             peer.stripes.close()
@@ -774,6 +770,6 @@ def _check_identity(identity: Identity, message: Message) -> None:
 
 
 def _is_among_the_last(fd: int) -> bool:
-    """Is the table of descriptors all but full? The lowest free number is always given, so any new one tells."""
+    """Whether the table of descriptors is almost full. The lowest free number is always given, so any new one tells."""
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return num_files != resource.RLIM_INFINITY and fd >= num_files - SPARE_FILES

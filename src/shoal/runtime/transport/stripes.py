@@ -1,10 +1,9 @@
-"""Further connections of a link between hosts: large frames are cut into as many blocks, one for each connection.
+"""Further connections of a link between hosts: large frames are divided into blocks, one for each connection.
 
-Messages, tables and small frames stay on the first connection, and with them
-the order of everything: the n-th connection carries nothing but the n-th
-blocks of large frames, in the order in which the first one announces them.
-Each has a thread, because a TLS connection encrypts on one core, and OpenSSL
-lets go of the GIL meanwhile. One that is lost takes the link with it.
+Messages, tables and small frames stay on the first connection, and with them the order of
+everything: the n-th connection carries nothing but the n-th blocks of large frames, in the order in
+which the first one announces them. Each has a thread, because a TLS connection encrypts on one
+core, and OpenSSL releases the GIL meanwhile. The loss of one ends the link.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ def bounds(nbytes: int, count: int) -> list[int]:
 
 
 def wake_after(sock: socket.socket, missing: int, before: int) -> int:
-    """Have a poll of a TCP socket tell when much of what is missing is there, not of every packet.
+    """Make a poll of a TCP socket report when much of what is missing has arrived, not every packet.
 
-    A margin is left for what TLS has read of a record and not given out yet. Returns the setting, `before` the last one.
+    A margin is left for what TLS has read of a record and not returned yet. Returns the setting,
+    `before` the last one.
     """
     enough = min(WAKE_BYTES, max(1, missing - WAKE_MARGIN_BYTES))
     if enough != before:
@@ -68,11 +68,11 @@ class Stripes:
         self._connections = [_Connection(self, sock) for sock in others]
 
     def __del__(self) -> None:
-        """Not in `close`: another thread may be about to poll it, and the number would soon be another file's."""
+        """Not in `close`: another thread may be about to poll it, and the number could soon be another file's."""
         self._ready.close()
 
     def fileno(self) -> int:
-        """Readable once all blocks of the expected frame are here, or none will come any more."""
+        """Readable once all blocks of the expected frame have arrived, or none will any more."""
         return self._ready.fileno()
 
     def connections_for(self, nbytes: int) -> int:
@@ -105,7 +105,7 @@ class Stripes:
         return at[1]
 
     def is_complete(self) -> bool:
-        """Are all blocks of the expected frame here?"""
+        """Whether all blocks of the expected frame have arrived."""
         with contextlib.suppress(BlockingIOError):
             self._ready.clear()
         with self.lock:
@@ -116,7 +116,7 @@ class Stripes:
         self._end(None)
         for connection in self._connections:
             connection.join()
-        # Of the peer that has this: a cycle would keep its descriptors until the collector comes.
+        # Reference to the owning peer: a cycle would keep its descriptors until garbage collection.
         self._connections, self._on_sent = [], None
 
     # ---- called by threads of the connections --------------------------------------------------------
@@ -178,7 +178,7 @@ class _Connection:
         if self._thread is not None:
             self._thread.join()
         elif self._is_open:
-            self._let_go()
+            self._close()
 
     def _begin(self) -> None:
         with self._stripes.lock:
@@ -192,7 +192,8 @@ class _Connection:
         poller.register(self._wake, select.POLLIN)
         try:
             while not self._stripes.is_closed:
-                # Of what is decrypted already no poll tells: it is read first, until there was less than asked for.
+                # A poll does not report bytes that TLS has already decrypted: read first, until there was
+                # less than asked for.
                 if self._incoming and self._receive_some():
                     continue
                 events = select.POLLOUT if self._outgoing else 0
@@ -205,15 +206,14 @@ class _Connection:
                 if self._wake.fileno() in ready:
                     self._wake.clear()
                 if events:
-                    poller.unregister(
-                        self._sock
-                    )  # while idle: what the peer sends ahead is nothing to wake up for
+                    # While idle: bytes that the peer sends ahead need no wake-up.
+                    poller.unregister(self._sock)
                 if self._outgoing:
                     self._send_some()
         except Exception as error:
             self._stripes.lost(error)
         finally:
-            self._let_go()
+            self._close()
 
     def _send_some(self) -> None:
         left = _MOVE_BYTES
@@ -247,11 +247,11 @@ class _Connection:
             self._incoming[0] = (into[count:] if into is not None else None, missing - count)
         return count == len(target)
 
-    def _let_go(self) -> None:
+    def _close(self) -> None:
         with self._stripes.lock:
             self._is_open = False
             self._sock.close()
             self._wake.close()
-        # Views of frames: their memory is used again once nobody holds one.
+        # Views of frames: their memory is reused once none is held.
         self._outgoing.clear()
         self._incoming.clear()

@@ -1,13 +1,12 @@
 """Connections between hosts: TLS 1.3, both ends with a certificate of the job's own authority.
 
-A certificate names a role and its incarnation (`worker-3`, 0); whoever accepts
-a connection learns from it who speaks, and a client says whom it expects. Names
-of machines play no part. `cluster/hosts/authority.py` issues certificates; this
-module only presents and verifies them. `--plaintext` uses the same interface
-with a token instead of encryption, for a fabric that is trusted.
+A certificate names a role and its incarnation (`worker-3`, 0); the accepting end learns from it who
+connects, and a client states whom it expects. Machine names play no part.
+`cluster/hosts/authority.py` issues certificates; this module only presents and verifies them.
+`--plaintext` uses the same interface with a token instead of encryption, for a trusted fabric.
 
-A stream behaves like a plain socket: a non-blocking one raises BlockingIOError,
-and `pending` tells of bytes that were decrypted and that no selector sees.
+A stream behaves like a plain socket: a non-blocking one raises BlockingIOError, and `pending`
+counts bytes that were decrypted and that no selector reports.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
     def connect(
         self, address: str, *, expect: str, timeout_s: float, source: str | None = None
     ) -> TlsStream | PlainStream:
-        """Connect to `tls://ip:port`. OSError where nobody answers, WireError where it is not `expect`."""
+        """Connect to `tls://ip:port`. Raises OSError without an answer, WireError if it is not `expect`."""
         host, port = split_address(address)
         sock = socket.create_connection((host, port), timeout_s, (source, 0) if source else None)
         try:
@@ -99,7 +98,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
             raise
 
     def accept(self, listener: socket.socket) -> TlsStream | PlainStream:
-        """Next connection, non-blocking; its handshake is done by its first reads, so a silent peer blocks nobody.
+        """Next connection, non-blocking; its first reads do the handshake, so a silent peer blocks nobody.
 
         `identity` is known once something was read.
         """
@@ -177,8 +176,9 @@ class TlsStream(ssl.SSLSocket):
             return sent
 
     def sendmsg(self, buffers: Sequence[Any], *unused: Any) -> int:  # type: ignore[override]
-        """Sends what the socket takes. A write that would block must be repeated with the same first bytes, which
-        whoever sends in order does."""
+        """Sends as much as the socket takes. A write that would block must be repeated with the same
+        first bytes, which an in-order sender does.
+        """
         sent = 0
         for chunk in _records(buffers):
             try:
@@ -258,9 +258,14 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of `tls://host:port`, `plain://host:port` or `shoal://host:port`."""
-    host, _, port = address.partition("://")[2].rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"'{address}' is no address; one reads shoal://10.0.0.1:7070.")
+    scheme, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    is_host = bool(host) and (":" not in host or (host[0], host[-1]) == ("[", "]"))
+    is_port = port.isdecimal() and 0 < int(port) < 1 << 16
+    if scheme not in ("shoal", "tls", "plain") or not is_host or not is_port:
+        raise ConfigError(
+            f"'{address}' is no address; one reads shoal://10.0.0.1:7070 or shoal://[fd00::1]:7070. Nothing was started."
+        )
     return host.strip("[]"), int(port)
 
 
@@ -282,11 +287,11 @@ def is_public(host: str) -> bool:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel notice a peer whose machine is gone, where nothing is sent."""
+    """Make the kernel detect a peer whose machine is gone while nothing is sent."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    # Also where something was sent: else the kernel repeats it for a quarter of an hour.
+    # Also while something was sent: otherwise the kernel retransmits for a quarter of an hour.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
 
 
@@ -330,7 +335,7 @@ def context(credentials: Credentials, purpose: int) -> ssl.SSLContext:
         # Sessions are not resumed; and a client that closes with a ticket unread resets what it has sent.
         made.num_tickets = 0
     made.load_verify_locations(cadata=credentials.authority.decode())
-    # Nothing of a key is ever in the file system, and OpenSSL reads files only.
+    # Keys must never be in the file system, but OpenSSL only reads files.
     chain, key = file_with(credentials.certificate), file_with(credentials.key)
     try:
         made.load_cert_chain(f"/proc/self/fd/{chain}", f"/proc/self/fd/{key}")

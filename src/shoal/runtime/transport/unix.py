@@ -1,15 +1,17 @@
 """Unix sockets between processes of one user on one host.
 
-Who may speak is decided here, before a byte is read: the socket has mode 0600
-inside a directory of mode 0700, and both sides ask the kernel who the other
-is. Another user's process is refused, root's too: root could read our memory
-anyway, so this guards against mistakes there, not against root.
+Access is decided here, before a byte is read: the socket has mode 0600 inside a directory of mode
+0700, and both sides check the other's user through the kernel. Another user's process is refused,
+root's too: root could read our memory anyway, so this guards against mistakes there, not against
+root.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import socket
 import stat
 import tempfile
@@ -20,7 +22,7 @@ from shoal import system
 from shoal.errors import ConfigError, WireError
 
 MAX_GENERATIONS = 32
-"""Of processes between a job's supervisor and one of its own: a worker has two, its readers three."""
+"""Processes between a job's supervisor and one of its own: a worker has two, its readers three."""
 
 
 class Peer(NamedTuple):
@@ -37,7 +39,7 @@ def runtime_dir() -> Path:
     directory, else (should that be too deep for a socket's path) under /tmp.
     """
     prefix = f"shoal-{os.getuid()}-"
-    for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):
+    for base in _bases():
         # mkdtemp adds 8 characters, and the socket's own name needs some.
         if _is_ours(base) and len(os.fsencode(base)) + len(prefix) + 8 + 32 <= system.MAX_SOCKET_PATH_BYTES:
             return Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -45,6 +47,20 @@ def runtime_dir() -> Path:
         f"there is no directory for sockets: neither XDG_RUNTIME_DIR nor {tempfile.gettempdir()} nor /tmp is writable "
         "and short enough. Nothing was started; set TMPDIR to a short path that you may write to."
     )
+
+
+def _bases() -> tuple[str, ...]:
+    return os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"
+
+
+def remove_abandoned_dirs() -> None:
+    """Remove directories of `runtime_dir` that a killed process left behind: those with sockets that nobody listens at."""
+    for base in filter(_is_ours, dict.fromkeys(_bases())):
+        for directory in Path(base).glob(f"shoal-{os.getuid()}-*"):
+            with contextlib.suppress(OSError):  # another process does the same
+                sockets = list(directory.iterdir())
+                if sockets and all(map(_is_abandoned, sockets)):
+                    shutil.rmtree(directory)
 
 
 def listen(path: str | Path) -> socket.socket:
@@ -60,7 +76,7 @@ def listen(path: str | Path) -> socket.socket:
                 ) from None
             os.unlink(path)
             sock.bind(os.fspath(path))
-        # Nobody can connect between bind and chmod: the socket does not listen yet.
+        # No connection is possible between bind and chmod: the socket does not listen yet.
         os.chmod(path, 0o600)
         sock.listen(128)
     except BaseException:
@@ -124,7 +140,7 @@ def _new_socket(path: str | Path) -> socket.socket:
 
 
 def _is_abandoned(path: str | Path) -> bool:
-    """Is this a socket at which nobody listens any more? Anything else is not for us to remove."""
+    """Whether nothing listens at this socket any more. Anything else must not be removed."""
     if not stat.S_ISSOCK(os.stat(path).st_mode):
         return False
     try:
