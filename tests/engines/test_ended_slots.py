@@ -24,10 +24,10 @@ from shoal.errors import ClusterError, WaitTimedOut
 
 SLOT = """
 import os, signal, subprocess, sys
-from shoal.engines import slurm
+from shoal.engines import slurm_slot
 signal.pause = lambda: None
 parent = "import os, signal; os.kill(os.getppid(), signal.SIGTERM)"
-sys.exit(slurm.Slot([sys.executable, "-c", parent])())
+sys.exit(slurm_slot.Slot([sys.executable, "-c", parent])())
 """
 
 
@@ -153,3 +153,18 @@ def test_a_slow_engine_holds_up_no_heartbeat() -> None:
     assert hosts._asking is not None
     assert hosts._asking.result() == "; it was killed; ray was asked for another"
     assert started == [1, 1]
+
+
+def test_a_slot_that_was_still_ending_is_asked_for_again_soon_and_then_ever_more_rarely() -> None:
+    class Ending(Broken):
+        def start(self, hosts: Sequence[int], resources: Resources) -> None: ...
+
+    hosts = hosts_on(Ending(fails=False))
+    hosts._asked_again(1)
+    waits = []
+    for _ in range(5):
+        waits.append(hosts.tick())
+        hosts._replaced_at = 0.0
+        assert hosts._retrying is None or hosts._retrying.result(30) == []
+    hosts._engine_calls.shutdown()
+    assert waits == [0.25, 0.5, 1.0, 2.0, 2.0]

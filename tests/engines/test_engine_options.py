@@ -12,7 +12,7 @@ import pytest
 from shoal.cli.hosts import hosts_config
 from shoal.cluster.hosts import opening
 from shoal.config.hosts import HostsConfig, Resources, parse_resources
-from shoal.engines import ray, registry
+from shoal.engines import ray_session, registry, spark
 from shoal.engines.protocol import Ticket
 from shoal.errors import ConfigError
 
@@ -29,6 +29,12 @@ def config(**changes: object) -> HostsConfig:
         ({"on": "mpj"}, r"Did you mean mpi\?"),
         ({"on": "torchrun"}, "torchrun gives no hosts"),
         ({"on": "cloud:gcp"}, r"`shoal cloud render` writes .* Nothing was started"),
+        (
+            {"on": "mpi", "resources": "worker:cpus=4000"},
+            r"of 4000 cores and 0 GB each were asked of mpi, which is this machine alone, with \d+ cores",
+        ),
+        ({"on": "mpi", "resources": "worker:memory=1e"}, "'memory=1e' is none of"),
+        ({"on": "mpi", "resources": "worker:memory=900000"}, r"and 900000 GB each .* ask for less"),
         ({"on": "mpi:/no/such/file"}, "names a hostfile that does not exist"),
         ({"on": "mpi", "hosts": "3", "num_workers": 2}, "2 workers cannot be on 3 hosts of mpi"),
         ({"on": "mpi", "hosts": "a,b"}, "has the engine choose the hosts, and --hosts names them"),
@@ -79,19 +85,27 @@ def test_versions_that_are_asked_for_are_those_of_the_extras() -> None:
             )
 
 
+def test_gpus_are_not_asked_of_a_spark_on_this_machine_which_never_gives_any() -> None:
+    ticket = Ticket(job="a", address="shoal://h:1", key="k" * 20, cores=1, folder="/f")
+    with pytest.raises(
+        ConfigError, match=r"1 GPUs a host were asked of Spark at local\[1\], which gives none"
+    ):
+        spark._make_context("", ticket, 1, Resources(gpus=1))
+
+
 def test_an_address_that_a_killed_ray_left_behind_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert ray._running() == "local"
+    assert ray_session._running() == "local"
     (tmp_path / "ray").mkdir()
     with socket.socket() as running:
         running.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{running.getsockname()[1]}"
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        assert ray._running() == "local"
+        assert ray_session._running() == "local"
         running.listen()
-        assert ray._running() == address
+        assert ray_session._running() == address
 
 
 def test_the_head_of_an_engine_has_no_worker_and_no_server() -> None:

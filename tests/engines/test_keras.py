@@ -43,7 +43,7 @@ def _numbers(output: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "options",
-    [["-n", "3"], ["-n", "2", "--strategy", "fsdp"], ["-n", "2", "--servers", "2", "--strategy", "ps"]],
+    [["-n", "3"], ["-n", "2", "--strategy", "fsdp"], ["-n", "2", "--strategy", "ps"]],
     ids=["ddp", "fsdp", "ps"],
 )
 def test_keras_models_train_as_by_keras_alone(

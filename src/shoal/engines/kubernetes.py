@@ -1,11 +1,9 @@
-"""Kubernetes: manifests of a job, and the engine inside it.
+"""Manifests of a job on Kubernetes.
 
-`shoal kubernetes render` writes a JobSet with a Job for each role, whose pods
-are its services, and their Service, Secret and NetworkPolicy. Kubernetes probes
-the health endpoint of each; where a pod is evicted or stuck its Job starts
-another, which joins by itself. The join key is in the Secret, from which the
-pods have it in their environment. `--on kubernetes` is a head whose hosts run
-`shoal join` in pods of somebody else's making.
+`shoal kubernetes render` writes a JobSet with a Job for each role, whose pods are its services, and
+their Service, Secret and NetworkPolicy. Kubernetes probes the health endpoint of each; if a pod is
+evicted or stuck its Job starts another, which joins by itself. The join key is in the Secret, from
+which the pods have it in their environment.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.config.hosts import DEFAULT_PORT, SERVER, WORKER, Resources
-from shoal.engines.protocol import KEY_VARIABLE, Ticket
+from shoal.engines.protocol import KEY_VARIABLE
 
 SECRET_KEY = "join-key"
 BACKOFF_LIMIT = 1000
@@ -44,7 +42,7 @@ class KubernetesJob:
     """Path in the image."""
 
     args: Sequence[str]
-    """What the script finds in sys.argv[1:]."""
+    """sys.argv[1:] of the script."""
 
     namespace: str
     """Of all objects."""
@@ -75,30 +73,6 @@ class KubernetesJob:
 
     volume: str = ""
     """Claim for the run directory; empty: the head's own disk, and hosts copy checkpoints."""
-
-
-def is_local(detail: str) -> bool:
-    return False
-
-
-def open_engine(detail: str, ticket: Ticket) -> Kubernetes:
-    return Kubernetes()
-
-
-class Kubernetes:
-    """The engine seen from the head's pod: the JobSet starts all pods, and starts them again."""
-
-    def start(self, hosts: Sequence[int], resources: Resources) -> None:
-        pass
-
-    def watch(self) -> dict[int, str]:
-        return {}
-
-    def stop(self) -> None:
-        pass
-
-    def logs(self, host: int) -> str:
-        return ""
 
 
 def render(job: KubernetesJob) -> list[dict[str, Any]]:
@@ -180,7 +154,7 @@ def _job(job: KubernetesJob, role: str, count: int) -> dict[str, Any]:
     """Job of all services of a role: `count` pods, each of which is started again where it is lost."""
     runs = {"persistentVolumeClaim": {"claimName": job.volume}} if job.volume else {"emptyDir": {}}
     labels = {**_labels(job), "app.kubernetes.io/component": role}
-    # Only a volume has what a coordinator left; without one another would begin anew, without a word.
+    # Only a volume keeps a coordinator's state; without one another would silently begin anew.
     may_return = role != COORDINATOR or bool(job.volume)
     rules: list[dict[str, Any]] = [
         {
@@ -190,7 +164,7 @@ def _job(job: KubernetesJob, role: str, count: int) -> dict[str, Any]:
     ]
     if role == COORDINATOR:
         failed = {"containerName": CONTAINER, "operator": "In", "values": [1, 2, 3]}
-        rules.append({"action": "FailJob", "onExitCodes": failed})  # the script's own failure is no bad luck
+        rules.append({"action": "FailJob", "onExitCodes": failed})  # the script's own failure is not retried
     return {
         "parallelism": count,
         "completions": count,

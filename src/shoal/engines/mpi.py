@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config.hosts import Resources
-from shoal.engines.protocol import Ticket
+from shoal.engines.protocol import Ticket, tail_of
 from shoal.errors import ConfigError
 
 END_S = 5.0
@@ -89,7 +89,7 @@ class Mpi:
                 for host in hosts:
                     ended.pop(host, None)
             else:
-                said = _tail(log) or "it said nothing"
+                said = tail_of(log, LOG_LINES) or "it said nothing"
                 ended |= dict.fromkeys(hosts, f"mpirun ended with exit code {process.returncode}: {said}")
         return ended
 
@@ -105,7 +105,7 @@ class Mpi:
 
     def logs(self, host: int) -> str:
         logs = [log for _, hosts, log in self._started if host in hosts]
-        return _tail(logs[-1]) if logs else ""
+        return tail_of(logs[-1], LOG_LINES) if logs else ""
 
 
 def own_rank() -> int:
@@ -117,10 +117,3 @@ def own_rank() -> int:
         "`shoal join --mpi` takes its host number from mpirun, and this process was not started by one. Nothing was started; "
         "use `mpirun -n 4 shoal join --mpi shoal://HEAD:PORT`."
     )
-
-
-def _tail(log: Path) -> str:
-    with contextlib.suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()
-        return " ".join(line.strip() for line in lines[-LOG_LINES:] if line.strip())
-    return ""

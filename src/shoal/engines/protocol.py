@@ -1,17 +1,19 @@
-"""Protocol of an engine: slots asked for, watched and given back.
+"""Protocol of an engine: slots requested, watched and returned.
 
-A slot is one process of the engine that runs `shoal join` and so becomes a host
-of the job; from then on it is a host like any other. The engine decides where a
-slot runs, the head decides what runs in it. Nothing here imports an engine.
+A slot is one process of the engine that runs `shoal join` and so becomes an ordinary host of the
+job. The engine decides where a slot runs, the head decides what runs in it. Nothing here imports an
+engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from shoal.config.hosts import Resources
@@ -74,9 +76,10 @@ class EngineEntry:
 
 
 def join_function() -> Callable[[list[str], dict[str, str]], tuple[int, str]]:
-    """A function that runs `shoal join` in a slot to its end: its exit code and last words.
+    """A function that runs `shoal join` in a slot to its end: its exit code and last output.
 
-    Made here so that engines send it by value: the Python of a slot need not have shoal, only that of `shoal join`.
+    Defined here so that engines send it by value: the Python of a slot need not have shoal, only
+    that of `shoal join`.
     """
 
     def run_join(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
@@ -104,7 +107,7 @@ def join_function() -> Callable[[list[str], dict[str, str]], tuple[int, str]]:
 
 
 def reach(address: str) -> None:
-    """OSError where nobody listens at `scheme://host:port`: engines themselves try for minutes."""
+    """Raise OSError if nothing listens at `scheme://host:port`: engines themselves try for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
 
@@ -113,8 +116,27 @@ def words_of(error: Exception) -> str:
     """An engine's own error, of whatever class, in a line."""
     if isinstance(error, ShoalError):
         return str(error)
-    first = (str(error).strip().splitlines() or [""])[0].strip().rstrip(".")
+    first = line_of(error)
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def line_of(said: object, number: int = 0) -> str:
+    """One line of what an engine said, without its full stop: the first, or the last (-1)."""
+    return (str(said).strip().splitlines() or [""])[number].strip().rstrip(".")
+
+
+def tail_of(log: str | Path, num_lines: int) -> str:
+    """Last lines of a slot's log, as one; empty where there is none."""
+    with contextlib.suppress(OSError):
+        lines = Path(log).read_text(errors="replace").splitlines()[-num_lines:]
+        return " ".join(line.strip() for line in lines if line.strip())
+    return ""
+
+
+def join_ended(end: tuple[int, str]) -> str:
+    """End of a slot's `shoal join`, as `join_function` returns it, in words."""
+    code, said = end
+    return f"`shoal join` ended with exit code {code}: {said or 'it said nothing'}"
 
 
 class Engine(Protocol):

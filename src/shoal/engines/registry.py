@@ -34,6 +34,9 @@ class EngineSpec:
 
     source: str = ""
 
+    counts_resources: bool = True
+    """The engine itself refuses more cores and memory than there are; else a machine that it runs on alone is looked at."""
+
     hosts_join: bool = False
     """Hosts are not asked for: they run `shoal join` with a key that they were given before the job started."""
 
@@ -47,12 +50,13 @@ ENGINES = {
         oldest="4.0",
         program="java",
         source="apt install openjdk-17-jre-headless",
+        counts_resources=False,  # a local master has as many cores as its name says
     ),
     "kubernetes": EngineSpec(
-        "kubernetes", "pods of a JobSet, which `shoal kubernetes render` writes", hosts_join=True
+        "join", "pods of a JobSet, which `shoal kubernetes render` writes", hosts_join=True
     ),
     "join": EngineSpec(
-        "kubernetes",
+        "join",
         "processes that run `shoal join` by themselves; the head runs no worker",
         hosts_join=True,
     ),
@@ -65,7 +69,9 @@ ENGINES = {
         program="sbatch",
         source="apt install slurm-client",
     ),
-    "mpi": EngineSpec("mpi", "mpirun here", program="mpirun", source="apt install openmpi-bin"),
+    "mpi": EngineSpec(
+        "mpi", "mpirun here", program="mpirun", source="apt install openmpi-bin", counts_resources=False
+    ),
 }
 
 ELSEWHERE = {

@@ -1,9 +1,8 @@
 """Slurm: an array of jobs, one per host, submitted through submitit; `--on slurm:partition=gpu,time=240`.
 
-The join key is in the environment that sbatch keeps for the jobs. A job that is
-preempted (SIGTERM) or near its time limit (SIGUSR2) has its host leave: all
-workers save, and the job is put back into the queue. It joins again when Slurm
-starts it again. A job that is cancelled (SIGTERM too) is not put back.
+The join key is in the environment that sbatch keeps for the jobs. When a job is preempted (SIGTERM)
+or near its time limit (SIGUSR2) its host leaves: all workers save, and the job is requeued. It
+joins again when Slurm starts it again. A cancelled job (SIGTERM too) is not requeued.
 """
 
 from __future__ import annotations
@@ -11,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import signal
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from shoal.config.hosts import Resources
-from shoal.engines.protocol import EngineEntry, Ticket
+from shoal.engines.protocol import Ticket, line_of, tail_of
+from shoal.engines.slurm_commands import ask, job_state, queue
+from shoal.engines.slurm_slot import Slot, run_slot
 from shoal.errors import ConfigError
+
+__all__ = ["Slurm", "is_local", "open_engine", "queue"]
 
 PARAMETERS = {"partition", "time", "account", "qos", "constraint", "nodelist", "grace"}
 DEFAULT_TIME_MIN = 24 * 60
@@ -28,7 +28,7 @@ GRACE_S = 60
 """From the signal before the time limit to the limit."""
 
 END_S = 5.0
-ASK_TIMEOUT_S = 20.0
+LOG_LINES = 3
 ENDED = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "TIMEOUT"),
@@ -37,7 +37,7 @@ ENDED = {
 
 def is_local(detail: str) -> bool:
     _parameters(detail)
-    return set(_ask("sinfo", "-h", "-N", "-o", "%N").split()) == {platform.node().partition(".")[0]}
+    return set(ask("sinfo", "-h", "-N", "-o", "%N").split()) == {platform.node().partition(".")[0]}
 
 
 def open_engine(detail: str, ticket: Ticket) -> Slurm:
@@ -52,9 +52,8 @@ class Slurm:
         self._jobs: dict[int, Any] = {}  # submitit.Job by host
 
     def start(self, hosts: Sequence[int], resources: Resources) -> None:
-        wanted = [
-            host for host in hosts if self._state(host) in ("", *ENDED)
-        ]  # Slurm itself brings a requeued one back
+        # Slurm itself brings a requeued one back.
+        wanted = [host for host in hosts if self._state(host) in ("", *ENDED)]
         if not wanted:
             return
         import submitit
@@ -78,14 +77,14 @@ class Slurm:
         slots = [Slot(self._ticket.command("--as-host", str(host))) for host in wanted]
         try:
             with _environment(self._ticket.environment()):
-                jobs = executor.map_array(_call, slots)
+                jobs = executor.map_array(run_slot, slots)
         except Exception as error:  # submitit raises what sbatch said in several classes
-            raise self._refused(len(wanted), resources, f"refuses it ({_last_line(error)})") from None
+            raise self._refused(len(wanted), resources, f"refuses it ({line_of(error, -1)})") from None
         self._jobs |= dict(zip(wanted, jobs, strict=True))
 
     def _has_room(self, resources: Resources) -> bool:
         partition = self._parameters.get("partition")
-        nodes = _ask("sinfo", "-h", "-e", "-o", "%c %m", *(("-p", partition) if partition else ()))
+        nodes = ask("sinfo", "-h", "-e", "-o", "%c %m", *(("-p", partition) if partition else ()))
         return any(
             int(cpus.rstrip("+")) >= self._ticket.cores
             and (mb == "1" or int(mb.rstrip("+")) >= resources.memory_gb * 1024)  # 1: not told
@@ -93,7 +92,7 @@ class Slurm:
         )
 
     def _refused(self, num_jobs: int, resources: Resources, why: str) -> ConfigError:
-        nodes = "; ".join(_ask("sinfo", "-h", "-o", "%D of %c CPUs and %m MB in %P").splitlines())
+        nodes = "; ".join(ask("sinfo", "-h", "-o", "%D of %c CPUs and %m MB in %P").splitlines())
         return ConfigError(
             f"{num_jobs} job{'s' if num_jobs > 1 else ''} of {self._ticket.cores} CPUs, {resources.gpus} GPUs and "
             f"{resources.memory_gb:g} GB were asked of Slurm, which {why}. It has {nodes or 'no nodes'}. Nothing was started; ask "
@@ -113,70 +112,16 @@ class Slurm:
             time.sleep(0.2)
         left = [job.job_id for host, job in self._jobs.items() if self._state(host) not in ENDED]
         if left:
-            _ask("scancel", *left, is_needed=False)
+            ask("scancel", *left, is_needed=False)
 
     def logs(self, host: int) -> str:
-        path = Path(self._jobs[host].paths.stdout)
-        with contextlib.suppress(OSError):
-            return " ".join(path.read_text(errors="replace").splitlines()[-3:])
-        return ""
+        return tail_of(self._jobs[host].paths.stdout, LOG_LINES)
 
     def _state(self, host: int) -> str:
         if host not in self._jobs:
             return ""
         # None: it ended so long ago that Slurm has forgotten it.
-        return _job_state(self._jobs[host].job_id) or "COMPLETED"
-
-
-class Slot:
-    """`shoal join` as a job of Slurm; pickled by submitit, so it holds no key."""
-
-    def __init__(self, command: list[str]) -> None:
-        self.command = command
-
-    def __call__(self) -> int:
-        """Run until the host has ended. One that had to leave is put back into the queue.
-
-        Slurm signals every process of a job, so the host hears it by itself; this one must only outlive it.
-        """
-        asked: list[int] = []
-        for signum in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(signum, lambda signum, frame: asked.append(signum))
-        code = subprocess.run(self.command, check=False).returncode
-        # A preempted job runs on until its grace is over, and would count as done if it ended by itself. One that was cancelled
-        # does not count as running any more: requeued, it would come back without a head.
-        if asked and _job_state(job := _own_job()) == "RUNNING":
-            subprocess.run(["scontrol", "requeue", job], check=False)
-            signal.pause()  # until Slurm ends this one
-        return code
-
-
-def _call(slot: Slot) -> int:
-    return slot()
-
-
-def queue(detail: str) -> list[EngineEntry]:
-    """Jobs of all users in Slurm's queue."""
-    partition = ("-p", detail.partition("=")[2] or detail) if detail else ()
-    lines = _ask("squeue", "-h", "-o", "%i|%j|%T|%u|%D|%C|%b|%R", *partition).splitlines()
-    found = []
-    for line in lines:
-        id, name, state, user, nodes, cpus, gpus, note = line.split("|", 7)
-        asks = f"{cpus} CPUs on {nodes} nodes" + (f", {gpus}" if gpus not in ("N/A", "(null)", "") else "")
-        found.append(EngineEntry(id=id, name=name, state=state.lower(), user=user, asks=asks, note=note))
-    return found
-
-
-def _own_job() -> str:
-    """This job for scontrol. SLURM_JOB_ID alone may be the id of the whole array."""
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
-
-
-def _job_state(job: str) -> str:
-    """Empty where Slurm does not know the job."""
-    said = _ask("scontrol", "show", "job", "-o", job, is_needed=False)
-    return next((word[9:] for word in said.split() if word.startswith("JobState=")), "")
+        return job_state(self._jobs[host].job_id) or "COMPLETED"
 
 
 @contextlib.contextmanager
@@ -206,21 +151,3 @@ def _parameters(detail: str) -> dict[str, str]:
             )
         found[name] = value
     return found
-
-
-def _ask(*command: str, is_needed: bool = True) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=is_needed)
-    except (OSError, subprocess.SubprocessError) as error:
-        if not is_needed:
-            return ""
-        said = getattr(error, "stderr", None) or str(error)
-        raise ConfigError(
-            f"Slurm cannot be reached from here ({command[0]}: {_last_line(said)}). Nothing was started; run this where sbatch "
-            "works, or set SLURM_CONF."
-        ) from None
-    return done.stdout
-
-
-def _last_line(error: object) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")

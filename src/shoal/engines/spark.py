@@ -1,26 +1,21 @@
 """Spark: each host is a barrier stage of one task; `--on spark` starts Spark here, `--on spark:MASTER` joins another.
 
-A driver that has a session already (`shoal.spark.run`) keeps it. Stages have one
-task each because a barrier stage fails as a whole: with one stage for all, the
-death of an executor would take every host with it. The join key is in the
-closure of the task, which Spark shows nowhere.
+A driver that has a session already (`shoal.spark.run`) keeps it. Stages have one task each because
+a barrier stage fails as a whole: with one stage for all, the death of an executor would take every
+host with it. The join key is in the closure of the task, which Spark does not display.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.config.hosts import Resources
-from shoal.engines.protocol import Ticket, join_function, reach, words_of
+from shoal.engines.protocol import Ticket, join_ended, join_function
+from shoal.engines.spark_session import active_context, cause, driver_options, open_context
 from shoal.errors import ConfigError
 
 END_S = 5.0
@@ -70,10 +65,8 @@ class Spark:
 
     def stop(self) -> None:
         deadline = time.monotonic() + END_S
-        for (
-            group,
-            thread,
-        ) in self._threads.items():  # those of lost hosts too: Spark may have started their tasks again
+        # Those of lost hosts too: Spark may have started their tasks again.
+        for group, thread in self._threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive() and self._context is not None:
                 self._context.cancelJobGroup(group)
@@ -87,10 +80,8 @@ class Spark:
         """In a thread of the host: wait for its task."""
         try:
             self._context.setJobGroup(group, group, interruptOnCancel=True)
-            [(code, said)] = self._context.parallelize([0], 1).barrier().mapPartitions(task).collect()
-            self._ends[group] = (
-                f"its task's `shoal join` ended with exit code {code}: {said or 'it said nothing'}"
-            )
+            [end] = self._context.parallelize([0], 1).barrier().mapPartitions(task).collect()
+            self._ends[group] = f"its task's {join_ended(end)}"
         except Exception as error:  # whatever Java raised
             self._ends[group] = f"its task died: {cause(error)}"
 
@@ -107,15 +98,14 @@ class Spark:
             )
 
 
-def active_context() -> Any:
-    from pyspark import SparkContext
-
-    return SparkContext._active_spark_context
-
-
 def _make_context(master: str, ticket: Ticket, num_hosts: int, resources: Resources) -> Any:
     master = master or f"local[{num_hosts * ticket.cores}]"
     is_local = master.startswith("local")
+    if resources.gpus and is_local and not master.startswith("local-cluster"):
+        raise ConfigError(
+            f"{resources.gpus} GPUs a host were asked of Spark at {master}, which gives none: only a cluster's workers have GPUs. Nothing "
+            "was started; name a cluster's master with --on spark:MASTER, or leave gpus out of --resources."
+        )
     settings = {
         "spark.task.cpus": str(ticket.cores),
         "spark.executor.cores": str(ticket.cores),
@@ -125,7 +115,7 @@ def _make_context(master: str, ticket: Ticket, num_hosts: int, resources: Resour
         # A barrier stage looks every 15 s whether executors have come, and gives up after 40 times; --join-timeout decides here.
         "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
         "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "100000",
-        "spark.driver.extraJavaOptions": _log_options(Path(ticket.folder)),
+        "spark.driver.extraJavaOptions": driver_options(Path(ticket.folder)),
     }
     if not is_local:
         settings["spark.cores.max"] = str(ticket.cores * num_hosts)
@@ -138,60 +128,6 @@ def _make_context(master: str, ticket: Ticket, num_hosts: int, resources: Resour
     return open_context(master, f"shoal {ticket.job}", settings)
 
 
-def open_context(master: str, name: str, settings: Mapping[str, str]) -> Any:
-    """A context of our own; what Spark's configuration says beats `settings`. ConfigError where Spark does not start."""
-    from pyspark import SparkConf, SparkContext
-
-    if master.startswith("spark://"):
-        try:
-            reach(master)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"Spark cannot be reached at {master}: {error}. Nothing was started; leave the address out, and a Spark is started here."
-            ) from None
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    if master.startswith("local"):
-        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    conf = SparkConf().setMaster(master).setAppName(name)
-    for key, value in {"spark.ui.showConsoleProgress": "false", **settings}.items():
-        conf.setIfMissing(key, value)
-    interrupt = signal.getsignal(signal.SIGINT)
-    try:
-        return SparkContext(conf=conf)
-    except Exception as error:  # whatever Java raised
-        java = _java_version() if "JAVA_GATEWAY_EXITED" in str(error) else ""
-        raise ConfigError(
-            f"Spark at {master} did not start: {cause(error)}{java}. Nothing was started."
-        ) from None
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, interrupt)  # Spark takes Ctrl-C for itself
-
-
-def _java_version() -> str:
-    """What the Java on PATH says it is: where it is older than 17, that is why Spark ended before it said anything."""
-    home = os.environ.get("JAVA_HOME")
-    java = os.path.join(home, "bin", "java") if home else "java"
-    try:
-        said = subprocess.run(
-            [java, "-version"], capture_output=True, text=True, timeout=30, check=False
-        ).stderr
-    except (OSError, subprocess.SubprocessError) as error:
-        return f" ({java} cannot be run: {error})"
-    return f" ({java} is {' '.join(said.split()[:3])}, and Spark needs Java 17 or newer)"
-
-
-def _log_options(folder: Path) -> str:
-    """Java options that send Spark's log to a file of the run directory instead of the terminal."""
-    settings = folder / "log4j2.properties"
-    settings.write_text(
-        "rootLogger.level = warn\nrootLogger.appenderRef.file.ref = file\nappender.file.type = File\nappender.file.name = file\n"
-        f"appender.file.fileName = {folder / 'spark.log'}\nappender.file.layout.type = PatternLayout\n"
-        "appender.file.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n\n"
-    )
-    return f"-Dlog4j2.configurationFile=file:{settings}"
-
-
 def _task(
     command: list[str], environment: dict[str, str]
 ) -> Callable[[Iterable[int]], Iterator[tuple[int, str]]]:
@@ -202,13 +138,3 @@ def _task(
         yield run_join(command, environment)
 
     return task
-
-
-def cause(error: Exception) -> str:
-    """What Java says it was; its first line says only which call failed."""
-    for line in str(error).splitlines():
-        if "failed because" in line or "failure reason" in line or "Caused by" in line:
-            return line.split("reason:")[-1].strip().rstrip(".")
-    with contextlib.suppress(IndexError):
-        return words_of(error)
-    return type(error).__name__

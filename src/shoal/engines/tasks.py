@@ -1,7 +1,7 @@
-"""Ordinary tasks: one function over many arguments, here in threads, or as tasks of Ray or Spark.
+"""Ordinary tasks: one function over many arguments, in threads here, or as tasks of Ray or Spark.
 
-For functions that leave their result in files all machines reach. A task that
-raises is run again, alone; the first that keeps failing ends the whole.
+For functions that leave their result in files all machines reach. A task that raises is retried
+alone; the first that keeps failing ends the whole.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _in_ray(
 ) -> list[R]:
     import ray
 
-    from shoal.engines.ray import connect
+    from shoal.engines.ray_session import connect
 
     connect(address)
 
@@ -120,7 +120,7 @@ def _in_spark(
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
-    from shoal.engines.spark import active_context, cause, open_context
+    from shoal.engines.spark_session import active_context, cause, open_context
 
     settings = {"spark.task.maxFailures": str(attempts), "spark.ui.enabled": "false"}
     # A local master runs a task once unless its name says how often.
@@ -154,7 +154,7 @@ def _in_spark(
 
 
 def _close_spark() -> None:
-    from shoal.engines.spark import active_context
+    from shoal.engines.spark_session import active_context
 
     if (context := active_context()) is not None:
         context.stop()
