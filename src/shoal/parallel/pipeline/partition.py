@@ -1,10 +1,9 @@
 """Partition of a model's forward: layers in a row, and the segments between chosen layers as functions of their own.
 
-`Partition` is the traced forward as layers; modules are opened as far as it
-takes to cut the model, and no further. A `StageSegment` takes values from the one
-before and gives values to the next. Values that a later segment needs are
-handed on by those between. Values that follow from the inputs alone are
-computed again where they are needed: every rank has the inputs.
+`Partition` is the traced forward as layers; modules are opened only as far as the split requires. A
+`StageSegment` takes values from the previous one and gives values to the next. Segments in between
+pass on values that a later one needs. Values that follow from the inputs alone are recomputed where
+they are needed: every rank has the inputs.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from shoal.parallel.pipeline.trace import (
 )
 from shoal.parallel.state import attribute
 
-NUM_SAMPLES = 3  # samples of the batch with which a forward is traced
+NUM_SAMPLES = 3  # samples in the batch used for tracing
 
 _OPENS_AS_USERS = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 
@@ -56,7 +55,7 @@ class Layer:
     """Number of its first node in training's graph."""
 
     begin_in_evaluation: int | None
-    """The same in evaluation's graph; None where evaluation differs here, so that no stage can begin."""
+    """The same in evaluation's graph; None if evaluation differs here, so that no stage can begin."""
 
     holds: tuple[str, ...]
     """Parameters and buffers that it uses, by their first names in the model."""
@@ -94,7 +93,7 @@ class Partition:
 
 
 def sample(inputs: Tree, num: int) -> Tree:
-    """The first `num` samples of the inputs, repeated where there are fewer."""
+    """First `num` samples of the inputs, repeated if there are fewer."""
 
     def some(tensor: Tensor) -> Tensor:
         return tensor.index_select(0, torch.arange(num, device=tensor.device) % tensor.shape[0])
@@ -119,15 +118,15 @@ def find_partition(
     user_cut: Sequence[str] = (),
     whole: Mapping[str, str] | None = None,
 ) -> Partition:
-    """Trace the model and open its modules as far as so many stages need; refuses a forward that is no graph.
+    """Trace the model and open its modules as far as this many stages need; refuses a forward that is no graph.
 
-    `whole`: modules that are not to be opened, and why.
+    `whole`: modules that must not be opened, with reasons.
     """
     refuse_inputs(inputs)
     if not model.training:
         model.train()
     closed = dict(whole or {})
-    hooked = any(map(_has_hooks, model.modules()))  # nothing is known of what they do, or keep
+    hooked = any(map(_has_hooks, model.modules()))  # their effects, and what they keep, are unknown
     meta_copy = functools.cache(lambda: None if hooked else meta_copy_of(model))
     size = max(sum(p.numel() for p in model.parameters()), 1)
     partition: Partition | None = None
@@ -161,7 +160,7 @@ def _can_open(module: nn.Module) -> bool:
     if is_run_again(module):
         return False  # as a whole
     if _has_hooks(module):
-        return False  # a hook of the user's wants the module itself
+        return False  # a user's hook needs the module itself
     if type(module).forward is nn.Sequential.forward or isinstance(module, _OPENS_AS_USERS):
         return True
     return not type(module).__module__.startswith(("torch.nn", "torch.ao"))
@@ -193,12 +192,12 @@ def _traced_partition(
     meta_copy: Callable[[], MetaCopy | None],
 ) -> Partition:
     with evaluating(module for module in model.modules() if isinstance(module, _BatchNorm)):
-        _run(model, sample(inputs, 2))  # what is wrong with the model itself is said by its own traceback
+        _run(model, sample(inputs, 2))  # an error of the model itself keeps its own traceback
     while True:
         try:
             if not _can_open(model):
                 raise Untraceable("", _why_closed(model))
-            # BatchNorm takes no batch of one, and a synchronised one would wait for other ranks.
+            # BatchNorm accepts no batch of one, and a synchronised one would wait for other ranks.
             with evaluating(module for module in model.modules() if isinstance(module, _BatchNorm)):
                 train = _twice(model, inputs, is_open, meta_copy)
             with evaluating(model.modules()):
@@ -221,7 +220,7 @@ def _traced_partition(
 
 
 def partition_by_blocks(model: nn.Module, inputs: Tree) -> Partition | None:
-    """Cut at repeated blocks, each stage running the user's own forward; None for a model without a row of them."""
+    """Split at repeated blocks, each stage running the user's own forward; None for a model without a row of them."""
     if not _can_open(model):
         return None
     few = sample(inputs, NUM_SAMPLES)
@@ -251,6 +250,7 @@ def _partition(
     with evaluating(model.modules()):
         is_dependent_in_evaluation = not draws_later and _is_batch_dependent(model, inputs)
     known = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+    known = known or _changes_buffers(model, inputs)
     return Partition(
         model,
         train,
@@ -271,7 +271,9 @@ def _twice(
     is_open: Callable[[str, nn.Module], bool],
     meta_copy: Callable[[], MetaCopy | None],
 ) -> TracedForward:
-    """Trace with batches of two sizes: they must give one graph, or the same layers and a graph that the meta copy reproduces."""
+    """Trace with batches of two sizes: they must give one graph, or the same layers and a graph that
+    the meta copy reproduces.
+    """
     one, other = (trace(model, sample(inputs, num), is_open) for num in (2, NUM_SAMPLES))
     path, reason = "", "what it does depends on the number of samples in a batch"
     for (at, mine), (_, its) in zip(one.signature(), other.signature(), strict=False):
@@ -295,10 +297,21 @@ def _run(model: nn.Module, inputs: Tree) -> Any:
         return ModelCall(model)(inputs)
 
 
+def _changes_buffers(model: nn.Module, inputs: Tree) -> bool:
+    """Whether a forward leaves other buffers than it found (the power iteration of spectral_norm, say): then it runs once a step."""
+    with unchanged(model), torch.no_grad(), contextlib.suppress(Exception):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        ModelCall(model)(sample(inputs, 2))
+        return any(
+            not torch.equal(before[name], now) for name, now in model.named_buffers() if name in before
+        )
+    return False
+
+
 def _is_batch_dependent(model: nn.Module, inputs: Tree) -> bool:
-    """Whether three samples give together something else than one by one, in the model's current mode."""
+    """Whether three samples together give another result than one by one, in the model's current mode."""
     three = sample(inputs, 3)
-    with contextlib.suppress(Exception):  # a layer that takes no batch of one (BatchNorm) is known already
+    with contextlib.suppress(Exception):  # a layer that accepts no batch of one (BatchNorm) is known already
         together = tensors(_run(model, three))
         apart = [tensors(_run(model, map_tensors(lambda t, n=n: t[n : n + 1], three))) for n in range(3)]  # type: ignore[misc]
         for number, tensor in enumerate(together):
@@ -399,7 +412,8 @@ def held_tensors(model: nn.Module, node: fx.Node) -> list[Tensor]:
 
 
 def spare_of(partition: Partition, used: Sequence[Collection[str]]) -> list[list[str]]:
-    """By stage, modules and parameters unused by the first batch that other shapes may need: with the layer defined before them.
+    """By stage, modules and parameters unused by the first batch that other shapes may need: assigned
+    with the layer defined before them.
 
     `used`: by stage, paths of what it uses.
     """
@@ -494,7 +508,7 @@ def _segment(
     changed = {node for each in chosen for node in each.meta["changes"]}
     for node in takes:
         if node in changed and isinstance(node.meta["example"], Tensor):
-            # What came from outside is not written into.
+            # Values from outside are not written into.
             made[node] = graph.call_method("clone", (made[node],))
     grad_is_off = False
     for node in chosen:

@@ -1,13 +1,12 @@
-"""Pipeline runner: cuts a slice into micro-batches and runs them through this rank's stages by torch's schedules.
+"""Pipeline runner: splits a slice into micro-batches and runs them through this rank's stages by torch's schedules.
 
-A slice is run in micro-batches exactly as gradient accumulation would run it
-in one process: the same parts, in the same order, with the same seeds. A model
-whose samples depend on each other gets no more micro-batches than the user
-asked for by `accumulate=`.
+A slice is run in micro-batches exactly as gradient accumulation would run it in one process: the
+same parts, in the same order, with the same seeds. A model whose samples depend on each other gets
+no more micro-batches than the user requested by `accumulate=`.
 
-A forward that branches on a shape (`if x.shape[1] > 8`, `range(length)`) is
-traced again for every shape, and cut before the same layers. All ranks of a
-pipeline read the same batch, so each comes to the same segments by itself.
+A forward that branches on a shape (`if x.shape[1] > 8`, `range(length)`) is traced again for every
+shape, and split before the same layers. All ranks of a pipeline read the same batch, so each
+computes the same segments by itself.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class RetracedRoles:
         all_stages: Sequence[ModelStage],
         own: Mapping[int, ModelStage],
     ) -> None:
-        """`all_stages` are read and not kept; this rank's `own` stages are given the modules that new roles need."""
+        """`all_stages` are read and not kept; this rank's `own` stages receive the modules that new roles need."""
         self._model, self._meta_copy, self._opened, self._own = (
             partition.model,
             partition.meta_copy,
@@ -148,7 +147,7 @@ class RetracedRoles:
         return roles_from(segments)
 
     def _begins_in(self, traced: TracedForward, shapes: Sequence[tuple[int, ...]]) -> list[int]:
-        """Node numbers of the same layers; where one is skipped, of the first layer that the stage before does not have."""
+        """Node numbers of the same layers; for a skipped layer, of the first layer that the previous stage does not have."""
         marks = layer_starts(traced)
         at_name = {(name, nth): at for at, (_, name, nth) in enumerate(marks)}
         begins = [0]
@@ -214,7 +213,7 @@ class PipelineRunner:
         self._num_data_ranks, self._empty_output = num_data_ranks, empty_output
         self._ranks = dist.get_process_group_ranks(group)
         self._prepared: dict[Any, _Prepared] = {}
-        self._must_check_loss = True
+        self._num_steps, self._next_check = 0, 1
         self.is_last = num_stages - 1 in stages
         self.num_micro = job.num_micro * (1 if partition.is_batch_dependent else _ROUNDS * len(self._ranks))
         """Micro-batches of a slice in training."""
@@ -233,8 +232,10 @@ class PipelineRunner:
         )
         if not self.is_last:
             return LossSum(torch.zeros(()), 0.0, None)
-        if self._must_check_loss:
-            self._must_check_loss = not loss.check() or self._job.checks_every_loss
+        self._num_steps += 1
+        is_due = self._num_steps >= self._next_check or job.checks_every_loss
+        if (is_due or loss.must_check) and loss.check():  # else there was nothing to see
+            self._next_check = 2 * self._num_steps
         return loss.sum()
 
     def _step(
@@ -246,19 +247,20 @@ class PipelineRunner:
         for stage in self._stages.values():
             stage.step = now
         loss = loss_of(now)
-        ready.schedule._loss_fn = loss  # the schedule is kept, what it is to compare with is this step's
+        ready.schedule._loss_fn = loss  # the schedule is reused, its loss is this step's
         numbers = torch.arange(len(pieces))
         wanted = {"target": numbers, "losses": []} if self.is_last else {}
         try:
             ready.schedule.step(piece=numbers, return_outputs=False, **wanted)
-        except RuntimeError as error:  # torch's own, around what a layer said
+        except RuntimeError as error:  # torch's own, around a layer's error
             raise error.__cause__ or error from None
         return loss
 
     def own_forward(self, batch: Slice, *, rank: int) -> Tree:
-        """Of a loop of the script's own: the outputs of a slice in training, on every rank of the pipeline.
+        """In a script's own loop: outputs of a slice in training, on every rank of the pipeline.
 
-        They have no graph. Their backward runs the micro-batches again, forward and back by the schedule, with the seeds of before.
+        They have no graph. Their backward runs the micro-batches again, forward and back by the
+        schedule, with the same seeds.
         """
         job = self._job
         pieces = self._placed(batch).cut(self.num_micro)
@@ -293,13 +295,13 @@ class PipelineRunner:
         return self._on_every_rank(pieces, self._run(pieces, lambda _: seed, training=False))
 
     def _on_every_rank(self, pieces: Sequence[Slice], outputs: Sequence[Any]) -> Tree:
-        """The joined outputs of micro-batches, which the last stage has."""
+        """Joined outputs of micro-batches, which the last stage has."""
         joined, found = None, None
         if self.is_last:
             own = [pair for pair in zip(pieces, outputs, strict=True) if not pair[0].borrowed]
             joined = _joined(own or [(pieces[0], outputs[0])])
             found = [leaf for leaf in leaves(joined) if isinstance(leaf, Tensor)]
-        # Its tensors are sent; of what class the output is, every rank knows.
+        # Its tensors are sent; every rank knows the output's class.
         found = p2p.share(found, self._rank_of(self._num_stages - 1), self._group, self._job.device)
         if self.is_last:
             return joined
@@ -318,7 +320,7 @@ class PipelineRunner:
         at_rest: bool = True,
         keep: Callable[[ModelStage, Slice, Any, Any], None] | None = None,
     ) -> list[Any]:
-        """Run forward only; returns the outputs where the last stage is. `keep` sees each stage's inputs and outputs.
+        """Run forward only; returns the outputs on the last stage. `keep` receives each stage's inputs and outputs.
 
         `at_rest`: in evaluation mode, whatever graph is run.
         """
@@ -371,7 +373,7 @@ class PipelineRunner:
 
         def keep(stage: ModelStage, piece: Slice, given: Any, result: Any) -> None:
             takes[stage.number, num_held(piece)] = p2p.pack(given)[1]
-            # What the last one gives goes to the loss, whatever it is made of.
+            # The last stage's output goes to the loss, whatever its structure.
             tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
             is_last = stage.number == self._num_stages - 1
             gives[stage.number, num_held(piece)] = p2p.pack(tensors if is_last else result)[1]
@@ -405,7 +407,7 @@ class PipelineRunner:
             )
             for number, stage in sorted(self._stages.items())
         ]
-        # With fewer micro-batches than stages, one forward and one backward by turns is all forwards, then all backwards.
+        # With fewer micro-batches than stages, 1F1B is all forwards, then all backwards.
         is_short = self._schedule == "1f1b" and len(pieces) < self._num_stages
         choice = SCHEDULES["gpipe" if is_short else self._schedule]
         schedule = choice.load()(
@@ -424,31 +426,41 @@ class _Loss:
         self._job, self._step, self._num_global = job, step, num_global
         self._totals: dict[int, Tensor] = {}
         self._outputs: dict[int, Tree] = {}
+        self._targets: dict[int, Tree] = {}
         self._count = 0.0
+        self.must_check = False
 
     def __call__(self, tensors: Any, number: Tensor) -> Tensor:
         """One micro-batch's share of the mean over the global batch."""
         at = int(number)
         piece, output = self._step.pieces[at], self._step.outputs.pop(at)
         target, weight = split_target(piece.batch)[1], weight_of(piece.batch)
+        kept_target = map_tensors(Tensor.clone, target)  # a loss may write into it
         with autocast(self._job):
             total, count = self._job.loss(output, target, num_held(piece), piece.num_global, weight)
-        if piece.borrowed:  # it ran to keep in step, and has no gradient
+        if piece.borrowed:  # a borrowed sample only keeps the ranks in step, and has no gradient
             return total * 0.0
         self._totals[at] = total.detach()
         self._outputs[at] = map_tensors(lambda tensor: tensor.detach(), output)
+        self._targets[at] = kept_target
         self._count += count
+        self.must_check |= self._job.loss.must_check
         return self._job.scaled(total) / self._num_global
 
     def check(self) -> bool:
-        """Refuse a loss that would mean something else when its batch is cut; False where there was nothing to see."""
-        for at, output in self._outputs.items():
-            piece = self._step.pieces[at]
-            if piece.num_local > 1:  # one sample has no halves
-                target, weight = split_target(piece.batch)[1], weight_of(piece.batch)
-                self._job.loss.check(output, target, piece.num_local, weight)
-                return True
-        return False
+        """Refuse a loss that would mean something else when its batch is divided; False if there was nothing to check.
+
+        Checks all micro-batches together: each alone may be a single sample, which has no halves.
+        """
+        pieces = [self._step.pieces[at] for at in sorted(self._outputs)]
+        num_local = sum(piece.num_local for piece in pieces)
+        if num_local < 2 or self._job.loss.is_in_forward:
+            return False
+        output = concatenate([self._outputs[at] for at in sorted(self._outputs)])
+        target = concatenate([self._targets[at] for at in sorted(self._outputs)])
+        weights = [weight for piece in pieces if (weight := weight_of(piece.batch)) is not None]
+        self._job.loss.check(output, target, num_local, torch.cat(weights) if weights else None)
+        return True
 
     def sum(self) -> LossSum:
         if not self._outputs:
@@ -460,7 +472,7 @@ class _Loss:
 
 
 class _GivenGradients:
-    """In place of a loss: backward of the outputs begins with the gradients that the script's own loss left."""
+    """In place of a loss: backward of the outputs begins with the gradients of the script's own loss."""
 
     def __init__(self, step: PipelineStep, gradients: Sequence[Tensor | None]) -> None:
         self._step, self._gradients = step, gradients
@@ -474,7 +486,7 @@ class _GivenGradients:
         for each, gradient in zip(rows, self._gradients, strict=True):
             if each.requires_grad:
                 given = each[:0] if gradient is None else gradient[begin : begin + piece.num_local]
-                # A borrowed sample ran to keep in step, and has no gradient.
+                # A borrowed sample only keeps the ranks in step, and has no gradient.
                 total = total + (each[: piece.num_local] * given).sum() + each.sum() * 0.0
         return total
 

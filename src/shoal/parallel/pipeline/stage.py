@@ -27,6 +27,7 @@ from shoal.collectives.sync_batchnorm import SyncedBatchNorm
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, leaves, map_tensors, refill
 from shoal.errors import ConfigError
+from shoal.parallel import fsdp as fsdp_cut
 from shoal.parallel.compute import (
     ModelCall,
     autocast,
@@ -35,7 +36,7 @@ from shoal.parallel.compute import (
     explain_batch_of_one,
     seed_all,
 )
-from shoal.parallel.pipeline import p2p
+from shoal.parallel.pipeline import forward_state, p2p
 from shoal.parallel.pipeline.partition import (
     NUM_SAMPLES,
     Partition,
@@ -160,8 +161,8 @@ class ModelStage(nn.Module):
             step.outputs[number] = result
             return tuple(leaf for leaf in leaves(result) if isinstance(leaf, Tensor))
         given = p2p.pack(result)[0]
-        # torch frees a stage's output in place, which a layer may still need for the gradient of its weights. And it sends
-        # only contiguous tensors, which a view (a slice, a transposition) is not.
+        # torch frees a stage's output in place, which a layer may still need for the gradient of its
+        # weights. It also sends only contiguous tensors, which a view (a slice, a transposition) is not.
         if self._gives_copies:
             return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in given)
         return tuple(tensor.contiguous() for tensor in given)
@@ -202,14 +203,14 @@ class ModelStage(nn.Module):
         return result
 
     def tell_batchnorm(self, is_borrowed: bool) -> None:
-        """Tell synchronised layers, which run in step with other ranks, to count nothing of a borrowed sample."""
+        """Tell synchronised layers, which run in step with other ranks, not to count a borrowed sample."""
         for module in self._batchnorms:
             if isinstance(module, SyncedBatchNorm):
                 module.ranks.is_borrowed = is_borrowed
 
 
 def num_held(piece: Slice) -> int:
-    """Samples that a micro-batch holds: its own, or the one that is borrowed."""
+    """Samples in a micro-batch: its own, or the borrowed one."""
     return max(piece.num_local, 1)
 
 
@@ -272,16 +273,17 @@ def stages_of(
 def refuse_different_results(
     job: TrainJob, partition: Partition, cut: PipelineCut, inputs: Tree
 ) -> list[Tree]:
-    """Run all stages in turn on a few samples, and refuse a cut that gives other results than the model.
+    """Run all stages in turn on a few samples, and refuse stages that give other results than the model.
 
-    Returns the model's outputs in training and in evaluation, without data: what class they have, and what they are made of.
+    Returns the model's outputs in training and in evaluation, without data: their class and
+    structure.
     """
     outputs = []
     few = sample(inputs, NUM_SAMPLES)
     given, model = list(leaves(few)), partition.model
     batchnorms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for training in (True, False):
-        # BatchNorm of other ranks may be waiting for ours.
+        # BatchNorm of other ranks may be waiting for this rank's.
         resting = batchnorms if training else list(model.modules())
         traced = partition.train if training else partition.evaluation
         with evaluating(resting), torch.set_grad_enabled(training):
@@ -290,7 +292,7 @@ def refuse_different_results(
                 wanted = job.loss.run(lambda: ModelCall(model)(few), few, NUM_SAMPLES, NUM_SAMPLES)
                 outputs.append(map_tensors(lambda tensor: tensor.new_empty(0), wanted))
                 gradients = {}
-                with contextlib.suppress(Exception):  # an output that has no derivative
+                with contextlib.suppress(Exception):  # an output without a derivative
                     gradients = _gradients(model, wanted)
             with unchanged(model):
                 in_turn = functools.partial(_run_in_turn, model, roles, given, traced.constants)
@@ -314,8 +316,53 @@ def refuse_different_results(
     return outputs
 
 
+def refuse_written(model: nn.Module, inputs: Tree, strategy: str) -> None:
+    """Refuse a forward that writes into its parameters, of which fsdp gathers copies."""
+
+    def call() -> None:
+        # Errors are ignored: some inputs cannot be divided.
+        with contextlib.suppress(Exception), unchanged(model), torch.no_grad():
+            ModelCall(model)(sample(inputs, NUM_SAMPLES))
+
+    forward_state.refuse_written_parameters(
+        model,
+        call,
+        strategy,
+        "it writes into what is gathered for one forward, and the workers' parts stay as they were",
+    )
+
+
+def layers_by_sample(model: nn.Module, inputs: Tree) -> list[nn.Module]:
+    """Modules that run for some of the first samples alone and not for others: experts, branches."""
+
+    def call(given: Tree) -> None:
+        with unchanged(model), torch.no_grad():
+            ModelCall(model)(given)
+
+    # Errors are ignored: evaluation mode may want other inputs, and some cannot be divided.
+    with contextlib.suppress(Exception), evaluating(model.modules()), forward_state.attributes_kept(model):
+        some = sample(inputs, NUM_SAMPLES)
+        parts = [
+            map_tensors(lambda tensor, at=at: tensor[at : at + 1].clone(), some)  # type: ignore[misc]
+            for at in range(NUM_SAMPLES)
+        ]
+        return fsdp_cut.layers_by_sample(model, [functools.partial(call, each) for each in (inputs, *parts)])
+    return []
+
+
+def refuse_memory(model: nn.Module, inputs: Tree, strategy: str) -> list[forward_state.Place]:
+    """Refuse a forward that remembers the ones before; returns the places of what it leaves behind of its samples."""
+
+    def call(given: Tree) -> Tree:
+        with unchanged(model), torch.no_grad():
+            return ModelCall(model)(given)
+
+    with evaluating([module for module in model.modules() if isinstance(module, _BatchNorm)]):
+        return forward_state.refuse_memory(model, call, sample(inputs, NUM_SAMPLES), strategy)
+
+
 def _gradients(model: nn.Module, output: Tree) -> dict[str, Tensor]:
-    """Gradients of a number that all outputs go into; none for a model too large to have them twice."""
+    """Gradients of a scalar of all outputs; none for a model too large to have them twice."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     given = [leaf for leaf in _there(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not given or not trained or sum(p.numel() for p in trained.values()) > MAX_NUMEL_RUN_BACK:
@@ -329,9 +376,9 @@ def _gradients(model: nn.Module, output: Tree) -> dict[str, Tensor]:
 def _refuse_different_gradients(
     model: nn.Module, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], num_stages: int
 ) -> None:
-    """Outputs alike may have another past: what a forward detaches, or runs back in a way of its own, no output shows."""
+    """Equal outputs may have another graph: no output shows what a forward detaches or differentiates in its own way."""
     sizes = {name: float(each.abs().max()) for name, each in wanted.items() if each.numel()}
-    # Beside the others a gradient may be rounding alone.
+    # Relative to the others a gradient may be rounding alone.
     floor = 1e-5 * max(filter(math.isfinite, sizes.values()), default=0.0) + 1e-6
     for name in wanted.keys() | found.keys():
         if not math.isfinite(sizes.get(name, 0.0)):
@@ -394,8 +441,9 @@ class UnevenStage(PipelineStage):
         trains_beside: bool,
     ) -> None:
         """`takes` and `gives`: by micro-batch, tensors on the meta device."""
-        # Gradients of weights are found from those of what comes in: where a weight is beside that, all are computed at once.
-        # Where weights are sharded too: they are the graph's own only as long as they are gathered.
+        # Gradients of weights are derived from those of the stage's inputs: if a weight does not depend on
+        # these, all are computed at once. So they are with sharded weights: those belong to the graph only
+        # while they are gathered.
         together = trains_beside or isinstance(stage, FSDPModule)
         at_once: Any = (lambda: lambda: None) if stage.number and together else None
         super().__init__(
@@ -422,7 +470,8 @@ class UnevenStage(PipelineStage):
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         found = {}
         for chunk in range(num_microbatches):
-            # A forward that branches on the number of samples may hand on more of one micro-batch than of another.
+            # A forward that branches on the number of samples may pass on more values for one micro-batch
+            # than for another.
             self._send_to_next(len(self._gives[chunk] or ()))
             self._stage_meta.output_grads = _derive_grad_metas(self._gives[chunk] or ())
             super()._setup_backward_recv_info(1)
@@ -435,7 +484,7 @@ class UnevenStage(PipelineStage):
         self.act_send_info = dict.fromkeys(range(num_tensors), following)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run backward of one micro-batch; checkpointed layers, which run forward again, are told whether it is borrowed."""
+        """Run backward of one micro-batch; checkpointed layers, which run forward again, learn whether it is borrowed."""
         assert isinstance(self.submod, ModelStage)
         self._stage_meta.inputs = self._takes[bwd_chunk_id]
         self.submod.tell_batchnorm(self.submod.step.pieces[bwd_chunk_id].borrowed)
