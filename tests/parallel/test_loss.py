@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.data.slice import split_target
+from shoal.data.slice import Slice, split_target
 from shoal.errors import ConfigError, LossDoesNotRecombine, TrainingError
+from shoal.parallel.compute import Compute
 from shoal.parallel.loss import loss_rule
+from shoal.parallel.protocol import TrainJob
 
 N, C = 12, 5
 
@@ -95,7 +98,7 @@ def test_sums_of_slices_divided_by_their_counts_give_the_loss_of_the_batch(case:
 def test_a_masked_mean_of_the_users_own_is_refused_with_the_cure() -> None:
     def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         kept = target != -100
-        return F.cross_entropy(output[kept], target[kept])
+        return F.cross_entropy(output[kept], target[kept], reduction="none").mean()
 
     uneven = labels()
     uneven[:4] = -100
@@ -103,6 +106,104 @@ def test_a_masked_mean_of_the_users_own_is_refused_with_the_cure() -> None:
         loss_rule(masked).check(logits(), uneven, N)
     assert caught.value.name == "masked"
     assert caught.value.whole != pytest.approx(caught.value.recombined)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, target: F.cross_entropy(output, target, ignore_index=2),
+        lambda output, target: F.cross_entropy(output[target != 2], target[target != 2]),
+        lambda output, target: F.cross_entropy(output, target, reduction="sum"),
+        lambda output, target: {"loss": F.nll_loss(output.log_softmax(1), target, ignore_index=2)},
+        type("OwnLoss", (nn.CrossEntropyLoss,), {})(ignore_index=2),
+    ],
+    ids=["ignored", "left out", "sum", "by name", "subclass"],
+)
+def test_what_torch_divided_by_inside_a_function_is_the_count(loss: Any) -> None:
+    rule, target = loss_rule(loss), labels()
+    target[:3], target[3:] = (
+        2,
+        torch.where(labels()[3:] == 2, 1, labels()[3:]),
+    )  # the first slice counts nothing
+    rule.check(logits(), target, N)
+    parts = [rule(logits()[at], target[at], at.stop - at.start, N) for at in (slice(0, 3), slice(3, N))]
+    whole = loss(logits(), target)
+    whole = whole["loss"] if isinstance(whole, dict) else whole
+    torch.testing.assert_close(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole, rtol=1e-12, atol=0)
+
+
+def test_ignored_labels_inside_a_larger_loss_call_for_a_check_at_that_step() -> None:
+    rule = loss_rule(lambda output, target: F.cross_entropy(output, target) + output.pow(2).mean())
+    rule(logits()[:4], labels()[:4], 4, N)
+    assert not rule.must_check
+    uneven = labels()[:4]
+    uneven[0] = -100
+    rule(logits()[:4], uneven, 4, N)
+    assert rule.must_check
+    with pytest.raises(LossDoesNotRecombine):
+        rule.check(logits()[:4], uneven, 4)
+
+
+MASKED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "divided by a sum": lambda losses, mask: (losses * mask).sum() / mask.sum().clamp(min=1),
+    "divided by a number": lambda losses, mask: (losses * mask).sum() / max(float(mask.sum()), 1.0),
+    "rows of a mask": lambda losses, mask: losses[mask].mean(),
+    "times an inverse": lambda losses, mask: (losses * mask).sum() * (1 / mask.sum()),
+    "selected": lambda losses, mask: torch.masked_select(losses, mask).mean(),
+}
+
+
+@pytest.mark.parametrize("mean", MASKED.values(), ids=MASKED)
+def test_a_mean_over_a_mask_of_ones_own_calls_for_a_check_at_every_step(
+    mean: Callable[[Tensor, Tensor], Any],
+) -> None:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return mean(F.cross_entropy(output, target.clamp(min=0), reduction="none"), target >= 0)
+
+    model = nn.Linear(3, 3).double()
+    job = TrainJob(model=model, loss=loss_rule(loss), build_optimizer=None)
+    compute = Compute(job, check_loss=True)
+    target = labels()[:4] % 3
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for step in range(10):  # the checks of all losses are due at 1, 2, 4, 8
+        compute.forward_backward(Slice((x, target), 4, 8), rank=0, step=step)
+    uneven = target.clone()
+    uneven[0] = -1
+    with pytest.raises(LossDoesNotRecombine):
+        compute.forward_backward(Slice((x, uneven), 4, 8), rank=0, step=10)
+
+
+def test_a_pair_and_a_plain_mean_are_not_checked_at_every_step() -> None:
+    for loss in (
+        lambda output, target: ((output.sum(1) * (target > 0)).sum(), (target > 0).sum()),
+        lambda output, target: (output[:, 0] / 2.0).square().mean() / 3 + output[1:, 1].sum() * 0.5,
+    ):
+        rule = loss_rule(loss)
+        rule(logits()[:4].requires_grad_(), labels()[:4], 4, N)
+        assert not rule.must_check
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.MSELoss(reduction="sum"), nn.HuberLoss()])
+def test_outputs_and_targets_that_torch_broadcasts_over_samples_are_refused_where_a_batch_is_cut(
+    loss: Any,
+) -> None:
+    column, row = logits()[:, :1], logits()[:, 0].sigmoid()
+    with pytest.raises(
+        TrainingError, match=r"every output is compared with the targets of all samples.*squeeze"
+    ):
+        loss_rule(loss)(column[:4], row[:4], 4, N)
+    with pytest.warns(UserWarning, match="different to the input size"):  # as in torch
+        loss_rule(loss)(column, row, N, N)
+
+
+def test_a_loss_that_writes_into_its_target_is_checked_on_copies() -> None:
+    def from_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        target -= 1
+        return F.cross_entropy(output, target, reduction="none").mean()
+
+    given = labels() + 1
+    loss_rule(from_one).check(logits(), given, N)
+    assert torch.equal(given, labels() + 1)
 
 
 def test_a_plain_mean_of_the_users_own_passes_the_check() -> None:

@@ -1,13 +1,13 @@
 """One slice through the user's model and loss: forward, loss sum, backward.
 
-Shared by every strategy that runs the whole model in one process. Decides
-what is seeded, in which precision it runs and which blocks run again within
-backward (activation checkpointing); exchanges nothing and updates nothing.
+Shared by every strategy that runs the whole model in one process. Decides about seeds, precision
+and activation checkpointing; exchanges nothing and updates nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import fnmatch
 import functools
 import inspect
@@ -42,6 +42,8 @@ from shoal.errors import (
 )
 from shoal.parallel import gathering, own_gradients
 from shoal.parallel.batch_dependence import THE_MODEL, draws_numbers, mixing_layers, note_mixing
+from shoal.parallel.loss import LossRule, made_before, tolerance_of
+from shoal.parallel.pipeline import forward_state
 from shoal.parallel.protocol import LossSum, TrainJob
 from shoal.parallel.sample_mixing import (
     NUM_SAMPLES,
@@ -57,11 +59,10 @@ from shoal.runtime.seeds import mix
 class ModelCall:
     """Calls a model with a tensor (one argument), a tuple (positional) or a mapping (keywords).
 
-    A mapping is passed whole where forward takes a single parameter of another
-    name, and so is a list, which only a collate function of the user's makes
-    (samples of different sizes). Labels of a mapping go to a forward that takes
-    them. A cache for generating text is not kept: nothing here generates. The
-    signature is looked at once, which keeps the step cheap.
+    A mapping is passed whole if forward takes a single parameter of another name, and so is a list,
+    which only a user's collate function makes (samples of different sizes). Labels in a mapping go
+    to a forward that takes them. The cache for text generation is off: nothing here generates. The
+    signature is read once, which keeps the step cheap.
     """
 
     def __init__(self, model: nn.Module, *, compile: bool = False) -> None:
@@ -77,10 +78,11 @@ class ModelCall:
             from torch.distributed.fsdp import FSDPModule
 
             units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-            for unit in units:  # dynamo stops at what fsdp does around them
+            for unit in units:  # dynamo stops at fsdp's hooks around them
                 unit.forward = torch.compile(unit.forward)
             if not units:
-                # Not model.compile(): of a class of torch's own, an nn.Sequential say, dynamo would leave it all uncompiled.
+                # Not model.compile(): for a class of torch's own, such as nn.Sequential, dynamo would
+                # compile nothing.
                 self._run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs))
 
     def __call__(self, inputs: Tree) -> Any:
@@ -95,7 +97,7 @@ class ModelCall:
 
 
 class StepCall:
-    """Calls a `training_step` of the user's within the model's own call, so that its hooks run: fsdp gathers by them."""
+    """Calls the user's `training_step` within the model's own call, so that its hooks run: fsdp gathers by them."""
 
     def __init__(self, job: TrainJob) -> None:
         self._job = job
@@ -129,7 +131,7 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag, HashEmbedding)
 
 
 def run_again(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
-    """Let blocks of `model` run again within backward; returns their names. `wanted` may be patterns of names."""
+    """Enable activation checkpointing for blocks of `model`; returns their names. `wanted` may be patterns of names."""
     names = blocks(model) if wanted is True else _named(model, wanted or ())
     for name in names:
         module = model.get_submodule(name)
@@ -144,9 +146,10 @@ def is_run_again(module: nn.Module) -> bool:
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """The outermost members of lists and sequences that hold layers of their own; else the model's parts that do.
+    """Outermost members of lists and sequences that hold layers of their own; else the model's children that do.
 
-    A lookup in a table keeps nothing but ids, and may be a pull from servers: what holds one does not run twice.
+    A table lookup keeps nothing but ids, and may be a pull from servers: a block with one is not
+    run twice.
     """
     found: list[str] = []
 
@@ -192,7 +195,7 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
                     "Nothing was trained."
                 )
         found += matching
-    # What runs again as a whole need not do so in parts.
+    # A block that runs again as a whole need not do so in parts.
     return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
 
 
@@ -213,7 +216,7 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _once_more(norms: list[_BatchNorm], modes: list[TorchFunctionMode]) -> Iterator[None]:
-    """As the first time: within backward, torch's modes are off."""
+    """Restore torch's modes of the first run: within backward they are off."""
     with contextlib.ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
@@ -224,7 +227,9 @@ def _once_more(norms: list[_BatchNorm], modes: list[TorchFunctionMode]) -> Itera
 
 @contextlib.contextmanager
 def _counted_already(norms: list[_BatchNorm]) -> Iterator[None]:
-    """BatchNorm normalises by its batch and keeps nothing of it. It has to save as many tensors as before, so it still looks."""
+    """Context in which BatchNorm normalises by its batch and updates no statistics. It must save as
+    many tensors as before.
+    """
     before = [
         (norm, norm.momentum, None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone())
         for norm in norms
@@ -257,25 +262,27 @@ class Compute:
         borrowed_run_back: bool = False,
         ranks: RanksOfBatch | None = None,
     ) -> None:
-        """`borrowed_run_back` where backward is collective: then a borrowed sample runs it too, for nothing.
+        """`borrowed_run_back`: backward is collective, so a borrowed sample runs it too, for nothing.
 
-        `check_mixing`: the strategy that cuts batches, so that a forward must not mix samples; None where none does.
-        `ranks` where BatchNorm is synchronised over them.
+        `check_mixing`: name of the strategy that divides batches, so that a forward must not mix
+        samples; None if none does. `ranks`: BatchNorm is synchronised over them.
         """
         self._job, self._ranks = job, ranks
         self._borrowed_run_back = borrowed_run_back or ranks is not None
-        # In evaluation mode BatchNorm exchanges nothing; a model of which ranks hold parts does.
+        # In evaluation mode BatchNorm exchanges nothing; a partitioned model does.
         self._forward_is_collective = borrowed_run_back
         self._call = ModelCall(job.model, compile=job.compile)
         self._step_call = StepCall(job) if job.training_step is not None else None
         self._tells_graphs = job.compile
         self._checks_loss = check_loss
-        # Not where forward is collective: a rank that stops in the middle of a trial would leave the others in theirs.
+        # Not where forward is collective: a rank that stops in the middle of a trial would block the others
+        # in theirs.
         is_tried = can_be_tried(job.model) and not self._forward_is_collective
         self._check_mixing = check_mixing if is_tried else None
+        self._divides = check_mixing is not None
         if job.is_own_loop and self._check_mixing is not None:
             job.model.register_forward_hook(OwnLoopTrial(job, self._check_mixing), with_kwargs=True)
-        # Of this process, by the turn: each optimizer has a loss of its own.
+        # Local, per turn: each optimizer has a loss of its own.
         self._num_steps: Counter[str | None] = Counter()
         self._next_check: dict[str | None, int] = {}
         self.gathers = False
@@ -283,7 +290,8 @@ class Compute:
         if job.checkpoint_activations:
             run_again(job.model, job.checkpoint_activations)
         self._batchnorms = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
-        # Left unsaid, torch warns about it at the first update of sparse rows; said, it stays as it was.
+        # Unset, torch warns about it at the first update of sparse rows; set explicitly, behaviour stays
+        # the same.
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():  # type: ignore[no-untyped-call]
             torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
 
@@ -292,17 +300,16 @@ class Compute:
     ) -> LossSum:
         """Accumulate the gradients of the slice's loss sum, divided by the samples of the global batch.
 
-        That divisor is known on every rank before anything ran, and is the
-        true one for a plain mean over samples; commit corrects it by the
-        count that travelled. `before_backward` is called once, before the
-        last backward, when everything but the gradients is known.
+        That divisor is known on every rank in advance, and is the true one for a plain mean over
+        samples; commit corrects it by the exchanged count. `before_backward` is called once, before
+        the last backward, when everything but the gradients is known.
         """
         job = self._job
         self._num_steps[self._turn] += 1
         if not job.model.training:
             job.model.train()
         others = job.turn.others if job.turn is not None else ()
-        if not self._forward_is_collective:  # fsdp looks at these flags once, when it gathers first
+        if not self._forward_is_collective:  # fsdp reads these flags once, at its first gather
             for parameter in others:
                 parameter.requires_grad_(False)
         try:
@@ -339,14 +346,21 @@ class Compute:
                 if self._tells_graphs:
                     self._tell_graphs()
                 num_samples = max(piece.num_local, 1)
+                # A loss may write into its target, and `check` asks it once more.
+                kept_target = map_tensors(Tensor.clone, target) if self._checks_loss else target
+                outputs_of = [tensor.grad_fn for tensor in tensors(output)]  # before a loss writes into them
                 total, piece_count = job.loss(output, target, num_samples, piece.num_global, weight)
             self.gathers = gathered.is_used
             for name, (its_sum, its_count) in job.loss.named.items():
                 before, factor = named.get(name, (0.0, 0.0)), float(not piece.borrowed)
                 named[name] = before[0] + its_sum * factor, before[1] + its_count * factor
             # One sample has no halves, and those of a loss over the whole batch say nothing.
-            if self._is_check_due and piece.num_local > 1 and not self.gathers:
-                job.loss.check(output, target, piece.num_local, weight)
+            is_due, must_check = self._is_check_due, self._checks_loss and job.loss.must_check
+            if (is_due or must_check) and piece.num_local > 1 and not self.gathers:
+                job.loss.check(output, kept_target, piece.num_local, weight)
+            if is_due and piece.num_local > 1 and not self.gathers:
+                if self._divides and not job.loss.is_in_forward:
+                    self._note_read_beside(total, outputs_of)
                 if not self._forward_is_collective:
                     self._check_forward(piece)
                 self._next_check[self._turn] = 2 * self._num_steps[self._turn]
@@ -365,13 +379,14 @@ class Compute:
                 )
                 if before_backward is not None:
                     before_backward(contributed)
-            if not piece.borrowed:  # a borrowed sample ran to keep in step; its gradient is nobody's
+            if not piece.borrowed:  # a borrowed sample only keeps the ranks in step; its gradient is dropped
                 (job.scaled(total) / batch.num_global).backward()  # type: ignore[no-untyped-call]
             elif self._borrowed_run_back or self.gathers:
                 (total * 0.0).backward()  # type: ignore[no-untyped-call]
         is_due = self._num_steps[self._turn].bit_count() == 1 or job.checks_every_loss
         if self._forward_is_collective and self._checks_loss and is_due and not self.gathers:
-            # On every rank, whatever it has, at powers of two; after backward, for which fsdp counts forwards.
+            # On every rank, whatever its samples, at powers of two; after backward, since fsdp counts
+            # forwards.
             self._check_forward(piece)
             let_go_of_gathered(job.model)
         return contributed
@@ -382,12 +397,12 @@ class Compute:
 
     @property
     def _is_check_due(self) -> bool:
-        """At the first step and ever more rarely: a mask may leave the first batches whole."""
+        """Due at the first step and ever more rarely: a mask may leave the first batches whole."""
         is_due = self._num_steps[self._turn] >= self._next_check.get(self._turn, 1)
         return self._checks_loss and (self._job.checks_every_loss or is_due)
 
     def _check_forward(self, piece: Slice) -> None:
-        """A model's own loss, once more of the slice and of its halves, in evaluation mode and without a trace.
+        """Run the model's own loss on the slice and on its halves again, in evaluation mode and without side effects.
 
         A rank that has no halves runs as often as the others, where they wait for it.
         """
@@ -395,11 +410,10 @@ class Compute:
         if not job.loss.is_in_forward:
             if self._check_mixing is not None:
                 self._refuse_mixing(piece, self._check_mixing)
+                refuse_uneven_terms(job, self._call, piece)
             return
         halves = [piece, piece]
-        with contextlib.suppress(
-            TrainingError
-        ):  # a batch of the user's own collate function, not cut by rows
+        with contextlib.suppress(TrainingError):  # a batch of a user's collate function, not divided by rows
             halves = piece.cut(2) if piece.num_local > 1 else halves
         if halves[0] is piece and not self._forward_is_collective:
             return
@@ -408,6 +422,17 @@ class Compute:
         ]
         call = self._step_call or self._call
         check_loss_in_forward(job, call, parts, piece.num_global, compares=halves[0] is not piece)
+
+    def _note_read_beside(self, total: Tensor, outputs: Sequence[Any]) -> None:
+        """Name what the loss reads of this forward besides its output and attributes, which `refuse_uneven_terms` compares."""
+        nodes = made_before(total, outputs)
+        known = {
+            id(value.grad_fn)
+            for _, (place, _), value in forward_state.attributes_of(self._job.model)
+            if isinstance(value, Tensor) and isinstance(place, (list, dict))
+        }
+        if any(id(node) not in known for node in nodes):
+            _note_read()
 
     def _refuse_mixing(self, piece: Slice, strategy: str) -> None:
         inputs = self._split(self._placed(piece.batch))[0]
@@ -425,14 +450,14 @@ class Compute:
         return self._job.loss.run(lambda: call(inputs), inputs, num_samples, piece.num_global)
 
     def _split(self, placed: Tree) -> tuple[Tree, Tree]:
-        """Inputs and target; a step of the user's takes the batch as it is."""
+        """Inputs and target; a user's step takes the batch as it is."""
         return split_target(placed) if self._step_call is None else (placed, None)
 
     def try_out(self, batch: Slice, *, rank: int) -> None:
-        """Forward and loss of a slice, without gradients and without a trace."""
+        """Forward and loss of a slice, without gradients and without side effects."""
         if self._step_call is not None:
             seed_all(mix(self._job.seed, rank, _EVALUATION + batch.start), self._job.device)
-            # A step that differentiates shows less of what it uses.
+            # A step that differentiates shows fewer of the weights it uses.
             with evaluating(self._job.model.modules()), torch.no_grad(), contextlib.suppress(RuntimeError):
                 self._output(self._placed(batch.batch), batch)
             return
@@ -444,9 +469,9 @@ class Compute:
             )
 
     def try_compiled(self, batch: Slice, strategy: str) -> None:
-        """Refuse a compiled model that does not compute what the uncompiled one does, on this batch. Collective on a mesh.
+        """Refuse a compiled model whose results differ from the uncompiled one's on this batch. Collective on a mesh.
 
-        Of layers of which each rank has a part, torch's rules for what dynamo traces are not those that run one by one.
+        For layers cut over ranks, dynamo follows other sharding rules than eager mode.
         """
         job, call = self._job, self._call
         job.model.train()
@@ -475,7 +500,7 @@ class Compute:
             )
 
     def _tell_graphs(self) -> None:
-        """A model may be compiled whole, in parts, or not at all: only the first forward shows it."""
+        """Report whether the model was compiled whole, in parts, or not at all: only the first forward shows it."""
         from torch._dynamo.utils import counters
 
         self._tells_graphs = False
@@ -490,7 +515,7 @@ class Compute:
 
 
 def let_go_of_gathered(model: nn.Module) -> None:
-    """What fsdp gathered for a forward without backward, it would keep over the update, and use."""
+    """Reshard what fsdp gathered for a forward without backward; it would keep and use it over the update."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -511,7 +536,7 @@ def check_loss_in_forward(
     with _on_trial(job) as is_still, autocast(job):
         try:
             job.loss.check_forward(call, parts, num_global, like)
-        except RuntimeError as error:  # a step that differentiates, which it cannot do here
+        except RuntimeError as error:  # a step that differentiates, which is impossible here
             if job.training_step is None or "does not require grad" not in str(error):
                 raise
         except LossDoesNotRecombine as error:
@@ -522,12 +547,40 @@ def check_loss_in_forward(
                 _note_drift()
 
 
+def refuse_uneven_terms(job: TrainJob, call: Callable[[Tree], Any], piece: Slice) -> None:
+    """Refuse a loss that reads attributes which forward computes from several samples together, such as a balance of experts."""
+    if piece.num_local < 2:
+        return
+    try:
+        parts = [piece, *piece.cut(2)]
+    except (TrainingError, RuntimeError):  # a batch of a user's collate function, or sparse
+        return
+    rule = copy.copy(job.loss)  # keeps what it counted in the step
+    forwards, losses = [], []
+    for part in parts:
+        placed = place(part.batch, job.device, job.cast_inputs)
+        inputs, target = split_target(map_tensors(Tensor.clone, placed))
+        forwards.append(functools.partial(call, inputs))
+        losses.append(functools.partial(_loss_sum, rule, target, part, weight_of(placed)))
+    like = [*job.model.parameters(), torch.empty(0, dtype=job.autocast or torch.float64)]
+    with _on_trial(job, _known_to_mix(job.model)) as is_still, autocast(job):
+        refuse = forward_state.refuse_uneven_terms(
+            job.model, job.loss.name, forwards, losses, tolerance_of(like)
+        )
+        if is_still():
+            refuse()
+
+
+def _loss_sum(rule: LossRule, target: Tree, part: Slice, weight: Tensor | None, output: Tree) -> Tensor:
+    return rule(output, target, part.num_local, part.num_global, weight)[0]
+
+
 def refuse_mixing(
     job: TrainJob, call: Callable[[Tree], Any], inputs: Tree, num_local: int, strategy: str
 ) -> None:
-    """Refuse a forward whose result for a sample depends on the others of the slice; under verify it is only named."""
+    """Refuse a forward whose result for a sample depends on other samples of the slice; under verify it is only named."""
     if any(tensor.dim() == 0 or len(tensor) != max(num_local, 1) for tensor in tensors(inputs)):
-        return  # a batch of the user's own collate function, not cut by rows
+        return  # a batch of a user's collate function, not divided by rows
 
     def try_out(at_rest: Iterable[nn.Module]) -> None:
         with _on_trial(job, at_rest) as is_still, torch.compiler.set_stance("force_eager"):
@@ -540,14 +593,7 @@ def refuse_mixing(
                 if is_still():
                     refuse()
 
-    # What mixes in training mode alone does as BatchNorm does, and is only named. A synchronised BatchNorm rests as well: its
-    # sum over the ranks would wait for those that try nothing, with fewer samples or at a later step.
-    known = {layer.layer for layer in mixing_layers(job.model)}
-    in_training = [
-        module
-        for name, module in job.model.named_modules()
-        if (name or THE_MODEL) in known or isinstance(module, SyncedBatchNorm)
-    ]
+    in_training = _known_to_mix(job.model)
     if jobs.current().verify is None:
         try_out(job.model.modules())
         if job.model not in _noted:
@@ -562,8 +608,9 @@ def refuse_mixing(
                 uneven = buffers_of_slices(job.model, call, inputs) if num_local >= NUM_SAMPLES else []
                 if uneven and is_still():
                     _note_buffers(uneven)
+            refuse_carried(job, call, inputs, strategy)
         return
-    # Compared with one process anyway.
+    # verify compares with one process anyway.
     for at_rest in (list(job.model.modules()), in_training):
         try:
             try_out(at_rest)
@@ -575,8 +622,34 @@ def refuse_mixing(
             return
 
 
+def _known_to_mix(model: nn.Module) -> list[nn.Module]:
+    """Layers at rest in a trial in training mode.
+
+    One of the script's own that mixes only in training mode acts like BatchNorm, and is only named. A synchronised
+    BatchNorm is bypassed: its sum over the ranks would wait for ranks that try nothing, with fewer samples or at a later
+    step.
+    """
+    known = {layer.layer for layer in mixing_layers(model)}
+    return [
+        module
+        for name, module in model.named_modules()
+        if (name or THE_MODEL) in known or isinstance(module, SyncedBatchNorm)
+    ]
+
+
+def refuse_carried(job: TrainJob, call: Callable[[Tree], Any], inputs: Tree, strategy: str) -> None:
+    """Refuse a forward that depends on the samples of the one before; where each row depends on its own, it is only named."""
+    with _on_trial(job, _known_to_mix(job.model)) as is_still, torch.compiler.set_stance("force_eager"):
+        refuse = forward_state.refuse_carried(job.model, call, inputs, strategy)
+        if is_still() and (name := refuse()) is not None:
+            _note(
+                f"forward depends on '{name}', which the forward before left of the sample in the same row. Workers keep it for their own rows, "
+                "as one process does while all batches have one size; a worker that replaces another begins without it"
+            )
+
+
 _noted: WeakSet[nn.Module] = WeakSet()
-"""Models of which it was said, or need not be, what they do with the samples of a slice in training mode."""
+"""Models whose handling of a slice's samples in training mode was reported, or need not be."""
 
 
 def _note_own_norm(found: ForwardMixesSamples) -> None:
@@ -605,7 +678,7 @@ def _note(text: str) -> None:
 
 
 class OwnLoopTrial:
-    """Forward hook: tries a model in a loop of the script's own for mixed samples, at its forwards 1, 2, 4, 8 and so on."""
+    """Forward hook: tries a model in a script's own loop for mixed samples, at its forwards 1, 2, 4, 8 and so on."""
 
     def __init__(self, job: TrainJob, strategy: str) -> None:
         self._job, self._strategy = job, strategy
@@ -621,7 +694,8 @@ class OwnLoopTrial:
         self._num_forwards += 1
         if self._num_forwards.bit_count() != 1:
             return
-        # A loop may have put samples in the second dimension: where both have that size, rows may be places of a sequence.
+        # A loop may have put samples in the second dimension: if both have that size, rows may be sequence
+        # positions.
         if any(tensor.shape[1:2] == (scope.num_local,) for tensor in tensors((args, kwargs))):
             return
         self._is_trying = True
@@ -636,7 +710,7 @@ class OwnLoopTrial:
             gathering.enter(scope)
 
     def __reduce__(self) -> Any:
-        return _no_trial, ()  # of a copy of the model, or one that the script saves whole
+        return _no_trial, ()  # a copy of the model, or one that the script saves whole
 
 
 def _no_trial() -> Callable[..., None]:
@@ -648,13 +722,13 @@ def _nothing(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
 
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Between a compiled model and the same uncompiled; of others 1e-2."""
+"""Between a compiled model and the same uncompiled, by dtype; others 1e-2."""
 
 
 def outputs_and_gradients(
     call: Callable[[Tree], Any], inputs: Tree, trained: Sequence[nn.Parameter]
 ) -> list[Tensor]:
-    """What a model gives for these inputs, and the gradients of its outputs' squares; this rank's parts of them."""
+    """A model's outputs for these inputs, and the gradients of their squares; this rank's parts of them."""
     with torch.enable_grad():
         outputs = [each for each in tensors(call(inputs)) if each.is_floating_point()]
         squares = torch.stack([each.double().square().mean() for each in outputs if each.requires_grad]).sum()
@@ -664,7 +738,7 @@ def outputs_and_gradients(
 
 
 def _distance(wanted: Tensor, found: Tensor) -> float:
-    """Largest difference, in parts of the largest number."""
+    """Largest difference, relative to the largest number."""
     if wanted.shape != found.shape:
         return math.inf
     size = float(wanted.abs().max()) if wanted.numel() else 0.0
@@ -673,7 +747,9 @@ def _distance(wanted: Tensor, found: Tensor) -> float:
 
 @contextlib.contextmanager
 def _on_trial(job: TrainJob, at_rest: Iterable[nn.Module] | None = None) -> Iterator[Callable[[], bool]]:
-    """Forwards with the whole model or some of it in evaluation mode, that leave no trace; yields a function that tells whether none drew random numbers."""
+    """Context for forwards with some modules in evaluation mode and no side effects; yields a function
+    that tells whether none drew random numbers.
+    """
     device = job.device
     with (
         torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
@@ -699,6 +775,14 @@ def _on_trial(job: TrainJob, at_rest: Iterable[nn.Module] | None = None) -> Iter
 
 
 @functools.cache  # once
+def _note_read() -> None:
+    _note(
+        "the loss reads a tensor of this forward that is neither an output nor an attribute of a module (kept by a hook, in a list), so shoal "
+        "does not compare slices of it with the whole: right if the loss is a mean over its rows; else have forward return it"
+    )
+
+
+@functools.cache  # once
 def _note_drift() -> None:
     print(
         "note: a part of the model's loss has come to compare samples of a batch (a balance of experts, say), and is computed within "
@@ -710,7 +794,7 @@ def _note_drift() -> None:
 
 @contextlib.contextmanager
 def evaluating(modules: Iterable[M]) -> Iterator[list[M]]:
-    """Those of `modules` that train, in evaluation mode, then training again: what was frozen before stays frozen."""
+    """Put those of `modules` that train into evaluation mode, then back; frozen ones stay frozen."""
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False
@@ -723,7 +807,7 @@ def evaluating(modules: Iterable[M]) -> Iterator[list[M]]:
 
 @contextlib.contextmanager
 def batchnorm_at_rest(modules: Sequence[_BatchNorm]) -> Iterator[None]:
-    """For a borrowed sample: BatchNorm takes no batch of one, and should keep nothing of it but the count."""
+    """For a borrowed sample: BatchNorm accepts no batch of one, and should keep nothing of it but the count."""
     with evaluating(modules) as rested:
         yield
     for module in rested:
@@ -732,7 +816,7 @@ def batchnorm_at_rest(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 
 
 def explain_batch_of_one(error: ValueError, piece: Slice) -> None:
-    """Add what to do about it to BatchNorm's error about a batch of one."""
+    """Extend BatchNorm's error about a batch of one with advice."""
     if "more than 1 value per channel" in str(error):
         error.add_note(
             f"This worker had {piece.num_local} sample to normalise, of a batch of {piece.num_global}. Leave a last batch "
@@ -749,7 +833,7 @@ def autocast(job: TrainJob) -> contextlib.AbstractContextManager[object]:
 
 def seed_all(seed: int, device: torch.device) -> None:
     """Seed the generators that a model on `device` draws from."""
-    # Not torch.manual_seed: it seeds every backend there is, at a hundred times the price.
+    # Not torch.manual_seed: it seeds every backend, at a hundred times the cost.
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -763,7 +847,7 @@ def _generators(device: torch.device) -> list[Tensor]:
 
 
 def place(batch: Tree, device: torch.device, dtype: torch.dtype | None = None) -> Tree:
-    """The batch on the model's device; floating tensors in `dtype` where one is given."""
+    """Move the batch to the model's device; floating tensors to `dtype` if given."""
     if dtype is not None:
         batch = map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
     if device.type == "cpu":
@@ -772,7 +856,7 @@ def place(batch: Tree, device: torch.device, dtype: torch.dtype | None = None) -
 
 
 def _start_reading(total: Tensor) -> tuple[Tensor, torch.Event] | None:
-    """Have a device copy this number to the host before it begins what it is asked for next."""
+    """Queue a copy of this number to the host before later work of the device."""
     if total.device.type == "cpu":
         return None
     there = torch.empty((), dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)

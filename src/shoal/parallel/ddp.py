@@ -40,6 +40,7 @@ from shoal.parallel.state import (
     state_pieces,
 )
 from shoal.parallel.step import StepExchange, clip, decide, drop_gradients, gradients_of, scale, with_named
+from shoal.parallel.tensor_parallel.dtensor_update import on_local_tensors
 from shoal.recovery.elastic_group import elastic_group
 from shoal.recovery.rendezvous import is_broken
 from shoal.recovery.replay_log import ReplayLog
@@ -62,21 +63,21 @@ class Ddp:
         self._exchange: StepExchange  # once prepared
         self._compress, self._is_between_hosts = job.compress, job.num_hosts > 1
         self.holds_parts = compressor_keeps_state(job.compress)
-        """Whether this rank has something that no other has."""
+        """Whether this rank has state that no other has."""
         self._ranks: BatchNormRanks | None = None
         if job.batchnorm == "sync" and len(job.batch_ranks) > 1:
             self._ranks = BatchNormRanks(job, job.batch_ranks, is_broken)
         self._prepared_at: int | None = None
-        self._has_started = True  # the exchange of the step, while backward runs
+        self._has_started = True  # the step's exchange has begun, while backward runs
         self._own: OwnGradients | None = None  # in a loop of the user's own
 
     @property
     def traffic(self) -> Traffic | None:
-        """What this rank has sent of its gradients; None where backward itself sends them."""
+        """Bytes of gradients this rank has sent; None where backward itself sends them."""
         return self._buckets.traffic if self._buckets is not None else None
 
     def prepare(self, job: TrainJob) -> None:
-        """Check that all ranks built the same model, give everybody rank 0's weights, lay out the buckets."""
+        """Check that all ranks built the same model, broadcast rank 0's weights, lay out the buckets."""
         self._job = job
         if job.build_optimizer is not None:
             self._refuse_rows(job.model)
@@ -95,7 +96,7 @@ class Ddp:
             self._prepared_at = self._group.num_finished
 
     def _build(self, job: TrainJob, *, borrowed_run_back: bool = False) -> None:
-        """What runs the model, as it now is."""
+        """Build the Compute that runs the model in its present form."""
         self._compute = Compute(
             job,
             check_loss=True,
@@ -112,12 +113,12 @@ class Ddp:
         self._exchange = self._make_exchange(job.model)
 
     def _synchronise(self, model: nn.Module) -> None:
-        """Let BatchNorm see whole batches, where that is asked for and there is any."""
+        """Synchronise BatchNorm over the ranks, if requested and there is any."""
         if self._ranks is not None and not synchronise(model, self._ranks):
             self._ranks = None
 
     def _refuse_rows(self, model: nn.Module) -> None:
-        """Rows that are no parameters are in no bucket: every worker would train its own."""
+        """Refuse rows that are no parameters: they are in no bucket, so every worker would train its own."""
         for name in hash_embeddings(model):
             raise ConfigError(
                 f"the rows of the HashEmbedding '{layer_of(name)}' cannot be trained with 'ddp': they are no parameters, so "
@@ -126,9 +127,10 @@ class Ddp:
             )
 
     def _make_gradients(self, model: nn.Module) -> GradientExchange | None:
-        """How the gradients of this model are summed; None where the first batch has to show it."""
+        """Exchange of this model's gradients; None if it is only known after the first batch."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        # Residuals of a compressor are saved by bucket, so its buckets do not depend on where a run goes on.
+        # Residuals of a compressor are saved by bucket, so its buckets must not depend on where a run
+        # continues.
         is_small = self._is_between_hosts and not self.holds_parts
         return GradientExchange(
             trainable,
@@ -143,13 +145,14 @@ class Ddp:
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute this rank's gradients; they leave bucket by bucket while backward runs."""
         if self._group.pass_up_to(StepResult):
-            return LossSum(torch.zeros(()), 0.0, None)  # committed before this process came to be
+            return LossSum(torch.zeros(()), 0.0, None)  # committed before this process started
         self._exchange.forget_buffers()
         self._exchange.begin_step()
         self._num_global = batch.num_global
         if self._ranks is None:
             return self._run(batch)
-        # Ranks wait for each other within the model: a step that breaks is run again from its beginning, by all of them.
+        # Ranks wait for each other within the model: all of them run a broken step again from its
+        # beginning.
         self._batch = batch
         for attempt in self._group.retries():
             with attempt:
@@ -169,7 +172,7 @@ class Ddp:
         )
 
     def _contribute(self, loss: LossSum, share: float, *, with_gradients: bool = True) -> None:
-        """Send everything but the gradients, so that it travels while backward runs."""
+        """Send everything but the gradients, so that it overlaps with backward."""
         self._exchange.contribute(loss, share, self._job.control, with_gradients=with_gradients)
         self._has_started = not self._compute.gathers
         if not self._has_started:  # backward exchanges, and a view may end within it
@@ -177,7 +180,7 @@ class Ddp:
         try:
             self._exchange.start(self._group.reducer)
         except PeerLost:
-            self._exchange.is_broken = True  # backward first: commit sends it all again
+            self._exchange.is_broken = True  # finish backward first: commit sends everything again
 
     def commit(self) -> StepResult:
         """Exchange, decide, update. A lost peer means another attempt in the next view, from the same contribution."""
@@ -187,7 +190,7 @@ class Ddp:
                 if (attempt.is_retry or not self._has_started) and self._ranks is None:
                     self._exchange.start(group)
                 elif attempt.is_retry:
-                    self._run(self._batch)  # a replaced rank computes its part with ours
+                    self._run(self._batch)  # recompute collectively with the replaced rank
                 self._exchange.finish(group)
             if attempt.is_broken:
                 self._exchange.abandon()
@@ -201,17 +204,18 @@ class Ddp:
         return step.finish(self._apply(with_named(decide(sums[:at]), names, sums[at:].tolist())))
 
     def _apply(self, result: StepResult) -> StepResult:
-        """Update the weights, or leave the step out without a trace; alike on every rank."""
+        """Update the weights, or skip the step without side effects; alike on every rank."""
         assert self.optimizer is not None
         gradients = gradients_of(self._parameters)
-        # Gradients summed before the commit are divided by what was counted already.
+        # Gradients summed before the commit are divided by the count known then.
         divisor = int(result.count) if self._is_summed else self._num_global
         result, factor = clip(self._job, result, gradients, divisor, norm=self._norm_over_ranks())
         if result.applied:
             with recorder.APPLY:
                 scale(gradients, factor)
                 fused_updates.update(self.optimizer)
-                self.optimizer.step()
+                with on_local_tensors(self.optimizer):
+                    self.optimizer.step()
         else:
             self._exchange.restore_buffers()
         drop_gradients(self._parameters)
@@ -226,7 +230,7 @@ class Ddp:
         return None
 
     def _undo_forward(self) -> None:
-        """As before the step's forward, which is run again."""
+        """Restore the state before the step's forward, which is run again."""
         assert self._ranks is not None
         self._ranks.leave()
         self._exchange.abandon()
@@ -242,12 +246,12 @@ class Ddp:
         self._exchange.begin_step()
 
     def weigh(self, batch: Slice) -> None:
-        """Weight what the user's own backward leaves from now on by this slice's share of the global batch."""
+        """Weight the user's own backward from now on by this slice's share of the global batch."""
         assert self._own is not None
         self._own.weight = batch.num_local / batch.num_global
 
     def sum_gradients(self, batch: Slice) -> None:
-        """Exchange what the user's own backward left, now: `commit` then only updates."""
+        """Exchange the gradients of the user's own backward now: `commit` then only updates."""
         assert self._own is not None
         if self._own.is_summed:
             return
@@ -272,7 +276,7 @@ class Ddp:
                 {"count": float(count), "gradients": [_kept(p.grad) for p in own.parameters]}
             )
         result: dict[str, Any] = exchange.result
-        # Backward divided by samples; bad ones may have been left out of the batch.
+        # Backward divided by samples; bad ones may have been skipped.
         factor = num_global / result["count"] if result["count"] else 0.0
         gradients = [
             given.to(p.device) if (given := _given(kept)) is not None else None
@@ -284,7 +288,7 @@ class Ddp:
         """Take the gradients that the user's own backward left since the last commit."""
         assert self._own is not None
         if self._group.next_is_known:
-            # The donor's state holds this step already: the forward that the user's loop ran has to leave no trace.
+            # The donor's state includes this step: undo the forward that the user's loop ran.
             self._exchange.restore_buffers()
             self._exchange.forget_buffers()
             self._own.forget()
@@ -335,11 +339,11 @@ class Ddp:
         for layer in layers_of(self._job.model):
             yield LayerPlace(layer, "each worker", sends=(sparse if layer in rows else dense,))
 
-    # ---- what is handed to a rank that is behind ------------------------------------------------
+    # ---- state transfer -------------------------------------------------------------------------
 
     def export_state(self) -> Part:
         """Weights, optimizer and buffers as of the last commit."""
-        # Not `self.state()`: rows that are on servers stay there.
+        # Not `self.state()`: rows on servers stay there.
         tensors = {piece.name: piece.tensor for piece in state_pieces(self._job.model, self.optimizer)}
         tensors |= {
             MODEL + name: buffer
@@ -356,7 +360,7 @@ class Ddp:
         drop_gradients(self._parameters)
 
     def _load_given(self, pieces: PieceReader) -> None:
-        """What a donor gave, as if it came from a checkpoint."""
+        """Load a donor's state, as from a checkpoint."""
         self.load(pieces)
 
     def _broadcast(self, reducer: Reducer) -> None:
@@ -366,7 +370,7 @@ class Ddp:
 
 
 def _kept(gradient: torch.Tensor | None) -> Any:
-    """A copy of a gradient as the log of exchanges holds it: of dense tensors."""
+    """Copy of a gradient for the replay log: dense tensors."""
     if gradient is None or gradient.layout is not torch.sparse_coo:
         return gradient.clone() if gradient is not None else None
     gradient = gradient.coalesce()
@@ -378,7 +382,7 @@ def _kept(gradient: torch.Tensor | None) -> Any:
 
 
 def _given(kept: Any) -> torch.Tensor | None:
-    """A gradient of its own, from what `_kept` made."""
+    """Gradient restored from the result of `_kept`."""
     if not isinstance(kept, dict):
         return kept.clone() if kept is not None else None
     rows = torch.sparse_coo_tensor(

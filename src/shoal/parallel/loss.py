@@ -1,9 +1,8 @@
 """Loss rules: a user's loss as a local sum and a count.
 
-Sums of slices can be added and divided once by the global count; means
-cannot, as soon as a mask or a weight makes slices count differently. So
-torch's losses run with reduction="sum" beside their own denominator, and any
-other callable is taken as a mean over samples and checked once.
+Sums of slices can be added and divided once by the global count; means cannot, as soon as a mask or
+a weight makes slices count differently. So torch's losses run with reduction="sum" beside their own
+denominator, and any other callable is treated as a mean over samples and checked once.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from shoal.config import job as jobs
 from shoal.data.slice import LABELS, split_target
 from shoal.data.tree import Tree, map_tensors, tensors
 from shoal.errors import ConfigError, LossDoesNotRecombine, TrainingError
+from shoal.parallel import gathering
 
 Value = Callable[[Tree, Tree], Any]
 
@@ -39,7 +39,7 @@ def elementwise(
     target: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, float]:
-    """A torch loss with reduction="none": its weighted sum and weighted count. `counts` says what each row counts."""
+    """A torch loss with reduction="none": its weighted sum and weighted count. `counts` gives the count of each row."""
     losses: Tensor = module(output, target)
     losses = losses.reshape(max(losses.shape[0], 1) if losses.dim() else 1, -1)
     per_row = spread(weight, len(losses), type(module).__name__).to(losses.dtype)
@@ -61,13 +61,13 @@ def labels_of_row(module: Any, losses: Tensor, target: Tensor) -> Tensor:
         return elements_of_row(module, losses, target)
     counted: Tensor = target != module.ignore_index
     if module.weight is not None:
-        # An ignored label is no class: any that is there stands in for it, and counts nothing.
+        # An ignored label is no class: a valid one stands in for it, with count zero.
         counted = module.weight[torch.where(counted, target, torch.zeros_like(target))] * counted
     return counted.reshape(len(losses), -1).sum(1)
 
 
 def spread(weight: Tensor, num_rows: int, name: str) -> Tensor:
-    """A weight for each row of the loss: the samples, or so many rows for each of them."""
+    """Weight of each row of the loss: one row per sample, or an equal number of rows per sample."""
     if weight.dim() != 1 or len(weight) == 0 or num_rows % len(weight):
         raise TrainingError(
             f"the loss '{name}' gives {num_rows} rows for weights of shape {tuple(weight.shape)}, so shoal cannot tell which "
@@ -78,7 +78,7 @@ def spread(weight: Tensor, num_rows: int, name: str) -> Tensor:
 
 
 class EachAlone:
-    """Any callable, asked for the loss of each sample alone: all at once by vmap where it can be, else one by one."""
+    """Any callable, evaluated on each sample alone: all at once by vmap if possible, else one by one."""
 
     def __init__(self, value: Value, name: str) -> None:
         """`value(output, target)` is the loss of a batch: one number, or a pair (sum, count)."""
@@ -99,7 +99,8 @@ class EachAlone:
             try:
                 losses = self._at_once(output, target, num_samples)
                 return (losses * weight.to(losses.dtype)).sum(), float(weight.double().sum())
-            except Exception:  # vmap takes no branch on a value, no .item(), and no pair with a plain number
+            # Vmap supports no branch on a value, no .item(), and no pair with a plain number.
+            except Exception:
                 self._vectorised = False
         totals, count = [], 0.0
         for sample in range(num_samples):
@@ -141,41 +142,46 @@ OutputKind = Literal["logits", "probabilities", "log_probabilities"]
 
 
 class LossRule(Protocol):
-    """One loss, ready to be cut over workers."""
+    """One loss, ready to be divided over workers."""
 
     name: str
     outputs_are: OutputKind
 
     is_in_forward: bool = False
-    """Whether the model's forward computes it: then `check_forward` looks at it."""
+    """Whether the model's forward computes it: then `check_forward` verifies it."""
+
+    @property
+    def must_check(self) -> bool:
+        """Whether the newest loss may count its samples unevenly, so that `check` has to look at this step, due or not."""
+        return False
 
     @property
     def named(self) -> Mapping[str, tuple[float, float]]:
-        """Sum and count of what the newest loss gave by name beside its total, for the logs."""
+        """Sum and count of the newest loss's named parts beside its total, for the logs."""
 
     def __call__(
         self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
     ) -> tuple[Tensor, float]:
-        """The sum over this slice, with its graph, and what it is to be divided by once all slices are added.
+        """Sum over this slice, with its graph, and its divisor once all slices are added.
 
         With a `weight` for each sample, both count each sample by its weight.
         """
 
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
-        """Refuse a loss that would mean something else when its batch is cut."""
+        """Refuse a loss that would mean something else when its batch is divided."""
 
     def check_forward(
         self, call: Callable[[Tree], Tree], parts: Sequence[tuple[Tree, int]], num_global: int, like: Tree
     ) -> None:
-        """Refuse a loss within forward that would mean something else when its batch is cut."""
+        """Refuse a loss within forward that would mean something else when its batch is divided."""
         return None
 
     def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
-        """The model's output, by `call`; what this rule has to see of the forward, it watches."""
+        """Model output, by `call`; the rule observes the forward if it needs to."""
         return call()
 
     def predictions(self, output: Tree) -> Tree:
-        """The output without a loss that the model computed itself."""
+        """Output without a loss that the model computed itself."""
         if isinstance(output, Mapping) and len(output) > 1 and is_number(output.get("loss")):
             return without(output, "loss")
         return output
@@ -227,6 +233,8 @@ class SumAndCount(LossRule):
     ) -> tuple[Tensor, float]:
         output = logits_of(output)
         self._follow(output)
+        if num_local < num_global and self._denominator in (_elements, _divergence):
+            _refuse_pairs(self.name, output, target)
         if weight is not None:
             return elementwise(self._each, self._counts, output, target, weight)
         return self._sum(output, target), self._denominator(self._mean, output, target)
@@ -235,7 +243,7 @@ class SumAndCount(LossRule):
         """torch's own losses recombine by construction."""
 
     def _follow(self, output: Tensor) -> None:
-        # Class weights live in the loss; the model may have moved to another device or precision since.
+        # Class weights belong to the loss; the model may have moved to another device or precision since.
         for name in ("weight", "pos_weight"):
             weight = getattr(self._mean, name, None)
             if weight is not None and (weight.device != output.device or weight.dtype != output.dtype):
@@ -246,9 +254,9 @@ class SumAndCount(LossRule):
 
 
 class SumOverBatch(LossRule):
-    """A torch loss that the user asked to be a sum: the batch's loss is the sum, divided by nothing.
+    """A torch loss with reduction="sum": the batch's loss is the sum, without a divisor.
 
-    Where bad samples were skipped it is that of the whole batch still: the sum over the others, in proportion.
+    If bad samples were skipped it is scaled up to the whole batch, in proportion.
     """
 
     named: Mapping[str, tuple[float, float]] = {}
@@ -257,12 +265,15 @@ class SumOverBatch(LossRule):
         self.name = type(module).__name__
         self.outputs_are: OutputKind = _OUTPUTS_ARE.get(type(module), "logits")
         self._module, self._each = module, without_reduction(module)
+        self._is_elementwise = _DENOMINATORS[type(module)] in (_elements, _divergence)
 
     def __call__(
         self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
     ) -> tuple[Tensor, float]:
         """The shares of all slices add up to a count of one."""
         output = logits_of(output)
+        if num_local < num_global and self._is_elementwise:
+            _refuse_pairs(self.name, output, target)
         if weight is not None:
             total, _ = elementwise(self._each, elements_of_row, output, target, weight)
             return total, num_local / num_global
@@ -286,14 +297,28 @@ class MeanOverSamples(LossRule):
         self._is_label = False
         self._each_alone = EachAlone(self._value, self.name)
         self._besides: dict[str, Any] = {}
+        self._is_uneven = False
+
+    @property
+    def must_check(self) -> bool:
+        return self._is_uneven
 
     def __call__(
         self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
     ) -> tuple[Tensor, float]:
-        """A loss that takes `sample_weight` is given it; of any other each sample's own is weighted."""
+        """A loss that takes `sample_weight` receives it; otherwise each sample's own loss is weighted."""
         if weight is not None and not self._takes_weights:
             return self._each_alone(output, target, weight)
-        value = self._value(output, target, weight)
+        with CountedLosses() as seen:
+            value = self._value(output, target, weight)
+        known = count_on(value)
+        if seen.gathered and not seen.ignored_some:
+            known = None  # counts rows of all workers; the samples of the slice weigh it
+        is_guess = known is None and not isinstance(value, tuple)
+        self._is_uneven = is_guess and (seen.ignored_some or seen.counts_itself)
+        if known is not None:
+            # A sum counts its samples here, so that an epoch's mean is that of one process.
+            value = (value * num_global, num_local) if known < 0 else _sum_of_mean(value, known, 1.0)
         counted = float(num_local) if weight is None else float(weight.double().sum())
         self.named = {
             name: (float(each[0]), float(each[1]))
@@ -304,27 +329,40 @@ class MeanOverSamples(LossRule):
         if isinstance(value, tuple):
             total, count = value
             return total, float(count)
-        if value.dtype is torch.float16:  # in which a sum overflows
+        if value.dtype is torch.float16:  # a sum overflows in fp16
             value = value.float()
-        if not counted:  # a mean over nothing is no number, and must not become one of the batch's
+        if not counted:  # a mean over nothing is NaN, and must not reach the batch's sum
             return sum((tensor.sum() for tensor in tensors(output)), start=value.new_zeros(())) * 0.0, 0.0
         return value * counted, counted
 
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
-        """The loss of two halves must recombine to the loss of the whole, and so must its gradient by what it reads besides.
+        """The losses of two halves must recombine to the loss of the whole, and so must gradients of
+        other tensors it reads.
 
-        A penalty on parameters may be too small to show in the value; in the gradient by these parameters nothing else is.
-        Under `torch.no_grad` only values are compared.
+        A penalty on parameters may be too small to show in the value, but it dominates the gradient
+        of these parameters. Under `torch.no_grad` only values are compared.
         """
         is_each_alone = weight is not None and not self._takes_weights
         if num_local < 2 or is_each_alone:
             return
         output = map_tensors(lambda tensor: tensor.detach(), self.predictions(output))
-        whole = self._value(output, target, weight)
+
+        def value_of(begin: int, end: int) -> Any:
+            # Copies: a loss may write into what it is given, which backward still needs.
+            given = (
+                _part(output, target, begin, end, num_local) if end - begin < num_local else (output, target)
+            )
+            given = map_tensors(Tensor.clone, given[0]), map_tensors(Tensor.clone, given[1])
+            with CountedLosses():
+                value = self._value(*given, _rows(weight, begin, end))
+            known = count_on(value)
+            return value if known is None else _sum_of_mean(value, known, float(end - begin))
+
+        whole = value_of(0, num_local)
         for tensor in [*tensors(output), *tensors(target)]:
             if tensor.dim() == 0 or tensor.shape[0] % num_local:
                 if isinstance(whole, tuple):
-                    return  # its author counted; where the halves of this one are, only they know
+                    return  # it returns its own count; only its author knows how halves count
                 raise TrainingError(
                     f"the loss '{self.name}' cannot be cut over workers: it is computed from a tensor of shape "
                     f"{tuple(tensor.shape)} that does not hold the {num_local} samples of the slice in its first "
@@ -332,14 +370,11 @@ class MeanOverSamples(LossRule):
                     "return a pair (sum, count): the sum over what it counts, and how much that was."
                 )
         half = num_local // 2
-        halves = [
-            self._value(*_part(output, target, begin, end, num_local), _rows(weight, begin, end))
-            for begin, end in ((0, half), (half, num_local))
-        ]
+        halves = [value_of(0, half), value_of(half, num_local)]
         counted = [float(half), float(num_local - half)]
         if weight is not None:
             counted = [float(_rows(weight, 0, half).sum()), float(_rows(weight, half, num_local).sum())]
-        _refuse_cut(self.name, whole, halves, counted, _tolerance(output))
+        _refuse_cut(self.name, whole, halves, counted, tolerance_of(output))
 
     def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
         self._is_label = isinstance(inputs, Mapping) and any(key in inputs for key in LABELS)
@@ -373,12 +408,11 @@ class MeanOverSamples(LossRule):
 
 
 class OwnLoss(LossRule):
-    """`loss="model"`: the loss that the model's forward returns, beside what it was divided by.
+    """`loss="model"`: the loss that the model's forward returns, beside its divisor.
 
-    Means of torch's own losses are recognised while forward runs, so that
-    slices add up to the mean over the whole batch, however many labels each of
-    them ignores. Inside, the loss is a row of sum and count: rows of slices and
-    micro-batches are joined like any other output.
+    Means of torch's own losses are recognised while forward runs, so that slices add up to the mean
+    over the whole batch, however many labels each of them ignores. Internally the loss is a row of
+    sum and count: rows of slices and micro-batches are joined like any other output.
     """
 
     name = "model"
@@ -386,10 +420,10 @@ class OwnLoss(LossRule):
     outputs_are: OutputKind = "logits"
     named: Mapping[str, tuple[float, float]] = {}
     _may_drift = True
-    """Whether a loss that recombined at first, and whose count is a guess, may cease to."""
+    """Whether a loss that recombined at first, but whose count is a guess, may cease to."""
 
     def __init__(self, *, watches: bool) -> None:
-        """`watches`: not a compiled model, inside of which nothing can be seen."""
+        """`watches`: not for a compiled model, whose inside cannot be observed."""
         self._watches = watches
         self._key: str | int | None = None
         self._has_noted = self._is_guess = self._has_passed = False
@@ -413,7 +447,8 @@ class OwnLoss(LossRule):
     ) -> None:
         """Refuse a forward whose sums and counts over two halves do not add up to those of the whole.
 
-        `parts` are the inputs and sizes of the whole and its halves, `like` tensors of the precisions that forward computes in.
+        `parts` are the inputs and sizes of the whole and its halves, `like` tensors of the
+        precisions that forward computes in.
         """
         rule = copy.copy(self)
         rule._has_noted = True
@@ -429,8 +464,8 @@ class OwnLoss(LossRule):
             )
         except TrainingError:
             return  # computes no loss in evaluation mode
-        tolerance, eps = _tolerance(like), _coarsest(like)
-        # A mean is rounded before it is multiplied by what it counted.
+        tolerance, eps = tolerance_of(like), _coarsest(like)
+        # A mean is rounded before it is multiplied by its count.
         slack = max(tolerance * 1e-2, eps) * max(1.0, float(whole[1])), tolerance * 1e-2
         for at, what in enumerate(("sum", "count")):
             value, added = float(whole[at]), sum(float(half[at]) for half in halves)
@@ -454,16 +489,10 @@ class OwnLoss(LossRule):
         if isinstance(loss, tuple):
             total, count = loss[0], float(loss[1])
         else:
-            known, version = getattr(loss, _COUNT, (math.nan, None))
-            self._is_guess = version is None or loss._version != version
-            if self._is_guess:  # `loss += penalty` leaves the note of what the loss was before
-                count = self._guess(inputs, num_local)
-            else:
-                count = float(known)
-            if count < 0:  # a sum
-                total, count = loss, num_local / num_global
-            else:  # of nothing but ignored labels the mean is no number
-                total = loss * count if count else torch.nan_to_num(loss) * 0.0
+            known = count_on(loss)
+            self._is_guess = known is None
+            count = self._guess(inputs, num_local) if known is None else known
+            total, count = _sum_of_mean(loss, count, num_local / num_global)
         if total.dtype in (torch.float16, torch.bfloat16):  # too coarse to count in
             total = total.float()
         row = torch.stack([total, total.new_tensor(count)]).unsqueeze(0)
@@ -495,7 +524,7 @@ class OwnLoss(LossRule):
 
 
 class StepLoss(OwnLoss):
-    """The loss that a `training_step` of the user's returns: a mean over samples, or a pair (sum, count)."""
+    """Loss returned by a user's `training_step`: a mean over samples, or a pair (sum, count)."""
 
     name = "training_step"
     _may_drift = False
@@ -507,24 +536,84 @@ class StepLoss(OwnLoss):
         return output
 
     def _guess(self, inputs: Tree, num_local: int) -> float:
-        return float(num_local)  # and `check_forward` looks whether it is
+        return float(num_local)  # `check_forward` verifies the assumption
 
 
 _COUNT = "_shoal_count"
 
 
+def count_on(loss: Any) -> float | None:
+    """What torch divided this loss by, -1 for a sum; None where it is no result of torch's losses as it stands."""
+    count, version = getattr(loss, _COUNT, (0.0, None))
+    # `loss += penalty` leaves the note of what the loss was before.
+    return None if version is None or loss._version != version else float(count)
+
+
+def _sum_of_mean(loss: Tensor, count: float, count_of_sum: float) -> tuple[Tensor, float]:
+    """Sum and count of a mean over `count`; where that is -1 it is a sum, which counts `count_of_sum`."""
+    if loss.dtype is torch.float16:  # in which a sum overflows
+        loss = loss.float()
+    if count < 0:
+        return loss, count_of_sum
+    # Of nothing but ignored labels the mean is no number.
+    return (loss * count if count else torch.nan_to_num(loss) * 0.0), count
+
+
 class CountedLosses(TorchFunctionMode):
-    """Notes on each result of torch's losses what it was divided by, -1 for a sum, and the tensor's version."""
+    """Records on each result of torch's losses its divisor, -1 for a sum, and the tensor's version."""
+
+    ignored_some = False
+    """Whether one of them was divided by something else than the number of its targets: ignored labels, weights."""
+
+    counts_itself = False
+    """Whether something was divided by a number that a tensor held, or rows were selected: a mean of a mask's own, say."""
+
+    gathered = False
+    """Whether rows of all workers were gathered meanwhile, and not only before."""
+
+    def __enter__(self) -> CountedLosses:
+        self._scope = gathering.current()
+        self._was_used = self._scope is not None and self._scope.is_used
+        if self._scope is not None:
+            self._scope.is_used = False
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        if self._scope is not None:
+            self.gathered = self._scope.is_used
+            self._scope.is_used |= self._was_used
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (func in _FUNCTIONAL or func is F.ctc_loss) and isinstance(result, Tensor) and result.dim() == 0:
-            given = inspect.signature(func).bind(*args, **(kwargs or {}))
-            given.apply_defaults()
-            count = _count_of(func, SimpleNamespace(**given.arguments))
-            if count is not None and not result.is_inference():  # which has no version
+        if func in _SELECTING:
+            self.counts_itself |= func not in _BY_ARGUMENT or any(map(_is_count_or_mask, args))
+        elif func in _COUNTED and isinstance(result, Tensor) and result.dim() == 0:
+            defaults = _defaults(func)
+            given = {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
+            count = _count_of(func, SimpleNamespace(**given))
+            if count is not None and not result.is_inference():  # inference tensors have no version
                 setattr(result, _COUNT, (count, result._version))
+                target = given.get("target")
+                self.ignored_some |= (
+                    func in _OF_LABELS and target is not None and count not in (-1.0, target.numel())
+                )
         return result
+
+
+@functools.cache
+def _defaults(func: Any) -> dict[str, Any]:
+    return {each.name: each.default for each in inspect.signature(func).parameters.values()}
+
+
+def _is_count_or_mask(given: Any) -> bool:
+    """Whether an operand is a single number, computed in tensors, which no gradient passes through; or a mask of rows."""
+    if isinstance(given, tuple):
+        return any(map(_is_count_or_mask, given))
+    if not isinstance(given, Tensor):
+        return False
+    return given.dtype is torch.bool or (given.numel() == 1 and not given.requires_grad)
 
 
 def _count_of(func: Any, given: Any) -> float | None:
@@ -542,7 +631,7 @@ def _count_of(func: Any, given: Any) -> float | None:
 
 
 def _key_of_loss(output: Tree) -> str | int | None:
-    """The key or the place of the loss in a model's output; None where it is the whole output."""
+    """Key or position of the loss in a model's output; None if it is the whole output."""
     if is_number(output):
         return None
     if isinstance(output, Mapping) and "loss" in output:
@@ -564,14 +653,14 @@ def is_number(value: object) -> bool:
 
 
 def logits_of(output: Tree) -> Any:
-    """The scores of a model that returns several things by name."""
+    """Scores of a model that returns several named outputs."""
     return output["logits"] if isinstance(output, Mapping) and "logits" in output else output
 
 
 def without(output: Any, key: str) -> Any:
     """The same mapping without a key, in its own class."""
     rest = {name: value for name, value in output.items() if name != key}
-    if dataclasses.is_dataclass(output):  # a ModelOutput, which cannot forget a field
+    if dataclasses.is_dataclass(output):  # a ModelOutput, whose fields cannot be deleted
         kind: Any = type(output)
         return kind(**rest)
     left = copy.copy(output)
@@ -598,7 +687,9 @@ def _takes_weights(loss: Callable[..., Any]) -> bool:
 
 
 def _takes_target(loss: Callable[..., Any], *, of_mapping: bool = False) -> bool:
-    """`of_mapping`: the target is a key of the inputs, and may be meant as an input alone. So an option is not given it."""
+    """Whether a forward takes the target. `of_mapping`: the target is a key of the inputs; an optional
+    parameter then does not receive it.
+    """
     try:
         parameters = inspect.signature(getattr(loss, "forward", loss)).parameters.values()
     except (TypeError, ValueError):  # written in C
@@ -612,7 +703,7 @@ def _takes_target(loss: Callable[..., Any], *, of_mapping: bool = False) -> bool
 
 
 def _refuse_cut(name: str, whole: Any, halves: list[Any], counted: Sequence[float], tolerance: float) -> None:
-    """Refuse a loss whose halves do not make its whole: sums add up, means by what each half counted."""
+    """Refuse a loss whose halves do not recombine: sums add up, means by the count of each half."""
     is_pair = isinstance(whole, tuple)
     shares = [1.0, 1.0] if is_pair else [part / (sum(counted) or 1.0) for part in counted]
     totals = [each[0] if is_pair else each for each in (whole, *halves)]
@@ -628,8 +719,8 @@ def _refuse_cut(name: str, whole: Any, halves: list[Any], counted: Sequence[floa
             raise LossDoesNotRecombine(whole=count, recombined=counts, name=name, is_pair=True, what="count")
     nodes = nodes_of(totals[0])
     if any(isinstance(node, BackwardCFunction) for node in nodes):
-        return  # whose backward may do more than compute: exchange, push rows, run a layer again
-    # A leaf that the loss made itself, to differentiate by, is another one each time.
+        return  # its backward may do more than compute: exchange, push rows, run a layer again
+    # A leaf that the loss creates itself, to differentiate by, is another one each time.
     shared = {id(leaf) for half in totals[1:] for leaf in leaves_of(nodes_of(half))}
     read = [leaf for leaf in leaves_of(nodes) if leaf.numel() and id(leaf) in shared]
     of_whole, of_first, of_second = (_gradients(total, read) for total in totals)
@@ -647,7 +738,7 @@ def _refuse_cut(name: str, whole: Any, halves: list[Any], counted: Sequence[floa
 
 
 def nodes_of(total: Tensor, beyond: Iterable[Any] = ()) -> list[Any]:
-    """The graph that a tensor was computed by, without the nodes `beyond` and what lies behind them."""
+    """Graph nodes that computed a tensor, without the nodes `beyond` and their ancestors."""
     seen: set[Any] = {None, *beyond}
     waiting: list[Any] = [total.grad_fn]
     found = []
@@ -660,6 +751,27 @@ def nodes_of(total: Tensor, beyond: Iterable[Any] = ()) -> list[Any]:
     return found
 
 
+def made_before(total: Tensor, outputs: Iterable[Any]) -> list[Any]:
+    """Nodes of a forward that a loss reads beside the nodes of its outputs: those made before the last of these."""
+    known = [node for node in outputs if node is not None]
+    if not known or total.grad_fn is None:
+        return []
+    last = max(node._sequence_nr() for node in known)
+    seen: set[Any] = {None, *known}
+    waiting: list[Any] = [total.grad_fn]
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node._sequence_nr() <= last:
+            found.append(node)
+        else:
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
 def leaves_of(nodes: Iterable[Any]) -> list[Tensor]:
     """The tensors at which these nodes would accumulate gradients."""
     return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
@@ -668,12 +780,23 @@ def leaves_of(nodes: Iterable[Any]) -> list[Tensor]:
 def _gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     if not leaves or not total.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    # Retained: what a forward left behind for the loss, backward has still to pass through.
+    # Retained: the training backward still has to pass through the forward's graph.
     found = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
     return [
         torch.zeros_like(leaf) if by is None else by.to_dense()
         for leaf, by in zip(leaves, found, strict=True)
     ]
+
+
+def _refuse_pairs(name: str, output: Tensor, target: Tensor) -> None:
+    """Refuse shapes that torch broadcasts over the samples: each output would meet every target of its own slice alone."""
+    if output.dim() != target.dim() and output.dim() and target.dim():
+        raise TrainingError(
+            f"{name} was given outputs of shape {tuple(output.shape)} and targets of shape {tuple(target.shape)}, which torch broadcasts to "
+            f"{tuple(torch.broadcast_shapes(output.shape, target.shape))}: every output is compared with the targets of all samples of the "  # type: ignore[no-untyped-call]
+            "batch, of which a worker has a part. Nothing of this step was updated. Give both the same shape: output.squeeze(-1) in forward, "
+            "or target[:, None] in the data."
+        )
 
 
 def _rows(weight: Tensor | None, begin: int, end: int) -> Any:
@@ -688,8 +811,8 @@ def _part(output: Tree, target: Tree, begin: int, end: int, num_samples: int) ->
     return map_tensors(narrow, output), map_tensors(narrow, target)
 
 
-def _tolerance(output: Tree) -> float:
-    """What rounding may do to a mean, in the coarsest precision among the outputs: 1e-3 in float32, 6e-2 in bf16."""
+def tolerance_of(output: Tree) -> float:
+    """Rounding allowed in a mean, by the coarsest precision among the outputs: 1e-3 in float32, 6e-2 in bf16."""
     coarsest = _coarsest(output)
     return 1e-6 if coarsest < 1e-12 else max(1e-3, 8 * coarsest)
 
@@ -713,7 +836,7 @@ def _divergence(loss: Any, output: Tensor, target: Tensor) -> float:
 
 
 def _labels(loss: Any, output: Tensor, target: Tensor) -> float:
-    """What cross entropy divides by: labels that are not ignored, each by the weight of its class."""
+    """Divisor of cross entropy: labels that are not ignored, each by the weight of its class."""
     if target.is_floating_point():  # class probabilities
         return output.numel() / output.shape[1 if output.dim() > 1 else 0]
     counted = target != loss.ignore_index
@@ -753,7 +876,37 @@ _FUNCTIONAL: dict[Any, type[nn.Module]] = {
     F.huber_loss: nn.HuberLoss,
 }
 
-_BINARY = (
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-)  # whose mean is over elements, weighted or not
+_OF_LABELS = (F.cross_entropy, F.nll_loss)
+
+_COUNTED = frozenset({*_FUNCTIONAL, F.ctc_loss})
+
+_BY_ARGUMENT = frozenset(
+    {
+        Tensor.__getitem__,
+        Tensor.__rdiv__,
+        Tensor.reciprocal,
+        Tensor.div,
+        Tensor.div_,
+        Tensor.true_divide,
+        torch.reciprocal,
+        torch.div,
+        torch.true_divide,
+    }
+)
+
+# A number read out of a tensor may divide, and rows that are selected may be few.
+_SELECTING = _BY_ARGUMENT | {
+    Tensor.item,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.tolist,
+    Tensor.masked_select,
+    torch.masked_select,
+    Tensor.nonzero,
+    torch.nonzero,
+    Tensor.nanmean,
+    torch.nanmean,
+}
+
+# Mean over elements, weighted or not.
+_BINARY = (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)

@@ -1,9 +1,8 @@
-"""A model cut over a mesh of ranks: `fsdp`, `tp`, `pp`, and products of those with `dp`.
+"""A model partitioned over a mesh of ranks: `fsdp`, `tp`, `pp`, and products of those with `dp`.
 
-What travels beside gradients (losses, counts, wishes, BatchNorm's statistics)
-goes the way of `ddp`, which this is built on; gradients are summed by the cut
-itself while backward runs. Ranks hold parts that nobody else has, so a killed
-one takes everybody back to the newest snapshot (docs/adr/0019).
+Losses, counts, control flags and BatchNorm's statistics are exchanged as in `ddp`, on which this is
+built; gradients are summed by the partitioned model itself while backward runs. Ranks hold parts
+that no other rank has, so a death takes all back to the newest snapshot (docs/adr/0019).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -32,9 +32,18 @@ from shoal.data.tree import Tree, leaves, map_tensors, tensors
 from shoal.errors import ClusterError, ConfigError, PeerLost, TrainingError
 from shoal.parallel import fsdp as fsdp_cut
 from shoal.parallel import own_gradients, parameter_loss
-from shoal.parallel.compute import ModelCall, check_loss_in_forward, place, refuse_mixing, run_again
+from shoal.parallel.compute import (
+    ModelCall,
+    check_loss_in_forward,
+    place,
+    refuse_carried,
+    refuse_mixing,
+    refuse_uneven_terms,
+    run_again,
+)
 from shoal.parallel.ddp import Ddp
 from shoal.parallel.own_forward import OwnForward
+from shoal.parallel.pipeline import forward_state
 from shoal.parallel.pipeline import plan as pipeline_plan
 from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline import state as pipeline_state
@@ -73,12 +82,8 @@ from shoal.recovery.device_group import DeviceWatch
 from shoal.recovery.rendezvous import forming_within, is_broken
 from shoal.runtime import memory
 
-_BROKEN = (
-    "gloo",
-    "Connection closed",
-    "Connection reset",
-    "NCCL",
-)  # what a collective says whose peer is gone
+# Error messages of a collective whose peer is gone.
+_BROKEN = ("gloo", "Connection closed", "Connection reset", "NCCL")
 
 
 class MeshParallel(Ddp):
@@ -99,7 +104,7 @@ class MeshParallel(Ddp):
         self._pipeline: PipelineRunner | None = None
         self._ownership: pipeline_state.Ownership | None = None
         self._ties: pipeline_state.TiedGradients | None = None
-        self._are_tied = False  # gradients of tied weights, in a loop of the user's own
+        self._are_tied = False  # gradients of tied weights are summed, in a loop of the user's own
         self._own_slice: Slice | None = None
         self._tied_names: dict[str, str] = {}
         self._packing = Packing()
@@ -107,6 +112,10 @@ class MeshParallel(Ddp):
         self._stage_cut: pipeline_plan.PipelineCut | None = None
         self._layer_names: list[str] = []
         self._watch: DeviceWatch | None = None
+        self._unit_calls: list[fsdp_cut.UnitCalls] = []
+        self._by_sample: list[nn.Module] = []
+        self._layers_by_sample: fsdp_cut.LayersBySample | None = None
+        self._data_groups: list[dist.ProcessGroup] = []
         self._kept = contextlib.ExitStack()  # contexts of a loop of the script's own, never left
 
     @property
@@ -114,7 +123,7 @@ class MeshParallel(Ddp):
         return self._pipeline.num_micro if self._pipeline is not None else None
 
     def prepare(self, job: TrainJob) -> None:
-        """Check that all ranks built the same model, give everybody rank 0's weights, then cut it."""
+        """Check that all ranks built the same model, broadcast rank 0's weights, then partition it."""
         self._job = job
         torch_waits.record()
         if self._axes.pp > 1:
@@ -165,6 +174,7 @@ class MeshParallel(Ddp):
 
     def commit(self) -> StepResult:
         with self._unless_broken("commit"):
+            self._refuse_different_units()
             tensor_cut.match_placements(self._parameters)
             result = super().commit()
         spoilt = tuple((self._axes.data_rank(rank), loss) for rank, loss in result.nonfinite)
@@ -178,7 +188,7 @@ class MeshParallel(Ddp):
 
     @contextlib.contextmanager
     def _unless_broken(self, operation: str, *, runs_model: bool = False) -> Iterator[None]:
-        """A collective inside the model that breaks because a rank died is no error of the user's."""
+        """Context: a collective inside the model that breaks because a rank died is no error of the user's."""
         began_at = time.monotonic()
         watch = self._watch
         try:
@@ -190,16 +200,21 @@ class MeshParallel(Ddp):
             return
         except RuntimeError as error:
             is_over = is_broken() or (watch is not None and watch.ended is not None)
-            # A mesh has groups of its own, whose connections may end before those that are watched.
+            # A mesh has its own groups, whose connections may end before the watched ones.
             if not is_over and not any(word in str(error) for word in _BROKEN):
                 refusal = (
                     tensor_cut.explain_unsupported(error, self._job.model)
                     if self._axes.tp > 1
                     else tensor_cut.explain_optimizer(error)
                 )
+                if "storage of size 0" in str(error):
+                    refusal = ConfigError(
+                        "the model or its loss differentiates in forward (torch.autograd.grad, a gradient penalty say), after which fsdp has let "
+                        "go of parameters that the step's own backward needs. Nothing of this step was updated; use --strategy ddp or ps."
+                    )
                 by_parameters = parameter_loss.refusal(error, str(self._axes), in_stages=self._axes.pp > 1)
                 raise refusal or by_parameters or error from None
-        # Ranks that hold shards end with the one that died; the supervisor ends this one while it waits.
+        # Ranks that hold shards end with the dead one; the supervisor ends this one while it waits.
         self._group.regroup(operation, time.monotonic() - began_at)
         raise self._mesh_is_lost()
 
@@ -220,7 +235,7 @@ class MeshParallel(Ddp):
         return loss
 
     def _mesh_is_lost(self) -> ClusterError:
-        """The groups of a mesh are those of the view it was made in, and that is over."""
+        """The mesh's groups belong to the view they were formed in, which is over."""
         return ClusterError(
             f"the connections of '{self._axes}' were lost at step {self.step + 1} though every worker lives, and with them the "
             "ways between the parts of the model. Checkpoints are whole: go on from the newest with `shoal resume`."
@@ -236,7 +251,7 @@ class MeshParallel(Ddp):
             model, str(self._axes), lambda: self._unless_broken("forward", runs_model=True)
         )
         if self._axes.tp > 1:
-            # Until the script ends: its loss and its backward mix whole tensors with parts, too.
+            # Until the script ends: its loss and backward mix whole tensors with shards, too.
             self._kept.enter_context(tensor_cut.running(runs_model=False))
         if self._rank == 0 and self._job.number == 0:
             print(
@@ -248,7 +263,7 @@ class MeshParallel(Ddp):
             )
 
     def _own_pipelined(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward in a loop of the user's own, through the stages: of the slice taken last."""
+        """Forward of the model in a user's own loop, through the stages: on the slice taken last."""
         pipeline, batch = self._pipeline, self._own_slice
         assert pipeline is not None
         if batch is None:
@@ -264,14 +279,14 @@ class MeshParallel(Ddp):
                 "give it tensors with a row for each sample, or use --strategy fsdp or ddp."
             )
         inputs: Any = args[0] if len(args) == 1 and not kwargs else (args or kwargs)
-        # With a target of no meaning, so that a tuple of inputs is not taken for inputs and their target.
+        # With a dummy target, so that a tuple of inputs is not taken for inputs and target.
         part = dataclasses.replace(batch, batch=(inputs, torch.zeros(len(given[0]))))
         if torch.is_grad_enabled() and self._job.model.training:
             return pipeline.own_forward(part, rank=self._data_rank)
         return pipeline.forward(part, rank=self._data_rank)
 
     def norm_over_stages(self) -> float | None:
-        """The norm of the whole gradient, in a loop of the user's own; None where every rank can tell it from its parameters."""
+        """Norm of the whole gradient, in a user's own loop; None where every rank can compute it from its parameters."""
         norm = self._norm_over_ranks()
         return norm() if norm is not None else None
 
@@ -285,7 +300,7 @@ class MeshParallel(Ddp):
         self._own_forward.weight = batch.num_local / batch.num_global
 
     def sum_gradients(self, batch: Slice) -> None:
-        """Backward has summed them; where samples were left out, by too large a divisor."""
+        """Backward has summed the gradients; if samples were skipped, its divisor was too large."""
         [count] = self.reduce(torch.tensor([float(batch.num_local)], dtype=torch.float64)).tolist()
         if count != batch.num_global:
             raise TrainingError(
@@ -296,10 +311,16 @@ class MeshParallel(Ddp):
         self._sum_ties()
 
     def _sum_ties(self) -> None:
-        """Once a step: after it a tied weight has the gradient of all stages."""
+        """Once per step: after it a tied weight has the gradient of all stages."""
         if self._ties is not None and not self._are_tied:
             self._are_tied = True
             self._ties.sum()
+
+    def _refuse_different_units(self) -> None:
+        for calls in self._unit_calls:
+            calls.refuse_different(self._data_groups, self._job.device)
+        if self._layers_by_sample is not None:
+            self._layers_by_sample.leave_out_unused(self._data_groups, self._job.device)
 
     def adopt(self, batch: Slice) -> None:
         self._sum_ties()
@@ -331,9 +352,9 @@ class MeshParallel(Ddp):
         )
 
     def _cut(self, model: nn.Module) -> None:
-        """Cut the model, which is whole and the same on every rank."""
+        """Partition the model, which is whole and equal on every rank."""
         if self._job.checkpoint_activations and self._axes.pp > 1:
-            run_again(model, self._job.checkpoint_activations)  # what does so stays whole
+            run_again(model, self._job.checkpoint_activations)  # checkpointed blocks stay whole
         mesh = self._mesh(self._job.device)
         self._tied_names = ties_of(model, MODEL)
         if self._offload and self._rank == 0 and self._job.device.type == "cpu":
@@ -342,12 +363,13 @@ class MeshParallel(Ddp):
         self._refuse_mixed_samples(model)
         plan = None
         if self._axes.tp > 1:
-            plan = self._find_tensor_plan(model, mesh)
-        with own_gradients.resting():  # it is measured, forward and back
+            with forward_state.attributes_kept(model):
+                plan = self._find_tensor_plan(model, mesh)
+        with own_gradients.resting():  # measuring runs it forward and back
             found = self._find_stages(model, plan) if self._axes.pp > 1 else None
         self._tensor_plan, self._stage_cut = plan, found[1] if found is not None else None
-        self._layer_names = list(layers_of(model))  # now: a stage knows only its own
-        self._synchronise(model)  # only now: to find stages a rank runs the model by itself
+        self._layer_names = list(layers_of(model))  # now: afterwards a stage has only its own
+        self._synchronise(model)  # only now: finding the stages runs the model on single ranks
         if plan is not None:
             self._packing = plan.packing_of(model)
             tensor_cut.apply(plan, model, mesh["tp"])
@@ -356,46 +378,71 @@ class MeshParallel(Ddp):
         parts: list[nn.Module] = [model]
         if found is not None:
             parts = list(self._take_stages(*found, mesh))
-        # One rank has nothing to shard, but perhaps to keep elsewhere.
+        # One rank has nothing to shard, but may offload.
         if self._axes.num_data_ranks > 1 or self._offload:
             for part in parts:
                 with pipeline_state.following(model, part):
-                    fsdp_cut.shard(
+                    names = fsdp_cut.shard(
                         part,
                         mesh["dp", "fsdp"] if self._axes.dp > 1 else mesh["fsdp"],
                         offload=self._offload,
+                        by_sample=self._by_sample,
                     )
+                if names and self._axes.num_data_ranks > 1:
+                    self._unit_calls.append(fsdp_cut.UnitCalls(part))
+            if self._by_sample:
+                self._layers_by_sample = fsdp_cut.LayersBySample(self._by_sample)
+            self._data_groups = [
+                mesh[axis].get_group() for axis in ("dp", "fsdp") if getattr(self._axes, axis) > 1
+            ]
         disable_encoder_fast_path(model)
         if found is not None:
             assert self._ownership is not None
             self._ties = pipeline_state.TiedGradients(model, self._ownership, mesh["pp"].get_group())
 
     def _refuse_mixed_samples(self, model: nn.Module) -> None:
-        """Try the model on the first of the data, while every rank has all of it: once it is cut, its forward is collective.
+        """Try the model on the first data while every rank has all of it: once partitioned, its forward is collective.
 
-        Not in a loop of the script's own or a training step, which may turn batches before they call the model.
+        Not in a script's own loop or a training step, which may transform batches before they call
+        the model.
         """
         job = self._job
-        is_called_so = job.training_step is None and not job.is_own_loop and not job.loss.is_in_forward
         if (
             self._axes.num_data_ranks == 1
-            or job.first_inputs is None
-            or not is_called_so
+            or job.first_slice is None
+            or job.training_step is not None
+            or job.is_own_loop
             or not can_be_tried(model)
         ):
             return
-        inputs = place(job.first_inputs(), job.device, job.cast_inputs)
+        first, call, strategy = job.first_slice(), ModelCall(model), str(self._axes)
+        inputs = place(first.inputs, job.device, job.cast_inputs)
         num_rows = max((len(tensor) for tensor in tensors(inputs) if tensor.dim()), default=0)
-        refuse_mixing(job, ModelCall(model), inputs, num_rows, str(self._axes))
+        if job.loss.is_in_forward:
+            refuse_carried(job, call, inputs, strategy)
+        else:
+            refuse_mixing(job, call, inputs, num_rows, strategy)
+            refuse_uneven_terms(job, call, first)
+        pipeline_stage.refuse_written(model, inputs, strategy)
+        if self._axes.pp == 1:
+            self._by_sample = pipeline_stage.layers_by_sample(model, inputs)
+        if self._by_sample and TorchVersion(torch.__version__) < "2.13":
+            note = f"samples run through different layers (experts, a branch; {len(self._by_sample)} of them), and the fsdp of torch before 2.13 fails"
+            print(
+                f"note: {note} in a step in which a worker runs others than the rest",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._by_sample = []
 
     def _find_tensor_plan(self, model: nn.Module, mesh: DeviceMesh) -> TensorPlan:
-        """Which layers tp cuts. Blocks known by names are tried first, where there is data to try them on."""
+        """Layers that tp partitions. Blocks known by name are tried first, if there is data to try them on."""
         job, trial = self._job, BlockTrial()
-        if job.first_inputs is not None and not self._sequence:
-            inputs = place(job.first_inputs(), job.device, job.cast_inputs)
+        if job.first_slice is not None and not self._sequence:
+            inputs = place(job.first_slice().inputs, job.device, job.cast_inputs)
             at_rest = [module for module in model.modules() if not module.training]
             if not model.training:
-                model.train()  # as the first step does: what draws random numbers is to be seen
+                model.train()  # as in the first step, so that random draws show
             trial = tensor_cut.try_blocks(model, mesh["tp"], inputs)
             for module in at_rest:
                 module.training = False
@@ -414,14 +461,14 @@ class MeshParallel(Ddp):
     def _find_stages(
         self, model: nn.Module, plan: TensorPlan | None
     ) -> tuple[Partition, pipeline_plan.PipelineCut, list[Tree]]:
-        """Where to cut, by what rank 0 measures, and outputs of the model without data; refused alike on every rank."""
+        """Stage boundaries by rank 0's measurements, and the model's outputs without data; refused alike on every rank."""
         job, num_stages = self._job, self._axes.pp * SCHEDULES[self._schedule].stages_per_worker
-        if job.first_inputs is None:
+        if job.first_slice is None:
             raise ConfigError(
                 "pp follows a model's forward on the first of the data to find where it can be cut, and no data is at hand. "
                 "Nothing was trained; call fit, evaluate or predict before anything else."
             )
-        inputs = place(job.first_inputs(), job.device, job.cast_inputs)
+        inputs = place(job.first_slice().inputs, job.device, job.cast_inputs)
         if job.loss.is_in_forward:  # while every rank has the whole model
             four = sample(inputs, 4)
             halves = [map_tensors(lambda t, at=at: t[at : at + 2], four) for at in (0, 2)]  # type: ignore[misc]
@@ -431,10 +478,10 @@ class MeshParallel(Ddp):
         try:
             partition = find_partition(model, inputs, num_stages, job.pipeline_cut or (), whole)
             by_size = pipeline_plan.costs_by_size(partition)
-            # Refuses before anybody measures.
+            # Refuses before any measurement.
             cut = pipeline_plan.find_cut(partition, num_stages, by_size, job.pipeline_cut, styles)
         except ConfigError as error:
-            # What tp does around layers is not seen by a forward that runs on values without data.
+            # A forward on values without data does not see tp's hooks around layers.
             found = partition_by_blocks(model, inputs) if plan is None else None
             if found is None:
                 raise
@@ -442,7 +489,7 @@ class MeshParallel(Ddp):
                 partition, by_size = found, pipeline_plan.costs_by_size(found)
                 cut = pipeline_plan.find_cut(partition, num_stages, by_size, job.pipeline_cut, styles)
                 pipeline_stage.refuse_different_results(job, partition, cut, inputs)
-            except Exception:  # of the user's or torch's too, on values without data
+            except Exception:  # a user's or torch's, on values without data
                 raise error from None
             if self._rank == 0:
                 why = str(error).partition(". Nothing was trained")[0]
@@ -459,11 +506,12 @@ class MeshParallel(Ddp):
         self._group.run(lambda group: group.broadcast(costs))
         cut = pipeline_plan.find_cut(partition, num_stages, costs.tolist(), job.pipeline_cut, styles)
         outputs = pipeline_stage.refuse_different_results(job, partition, cut, inputs)
+        forward_state.hide(pipeline_stage.refuse_memory(model, inputs, str(self._axes)))
         if self._rank == 0:
             print(cut.table(), file=sys.stderr, flush=True)
             if partition.is_batch_dependent and job.num_micro == 1:
                 print(
-                    "note: samples of a batch depend on each other, so it is not run in micro-batches and stages wait for one "
+                    "note: samples of a batch depend on each other, or forward changes buffers, so it is not run in micro-batches and stages wait for one "
                     "another; accumulate=4 would run it in 4, here and in one process",
                     file=sys.stderr,
                     flush=True,
@@ -473,7 +521,7 @@ class MeshParallel(Ddp):
     def _take_stages(
         self, partition: Partition, cut: pipeline_plan.PipelineCut, outputs: list[Tree], mesh: DeviceMesh
     ) -> Iterable[ModelStage]:
-        """This rank's stages, and nothing kept of the others but names."""
+        """Keep this rank's stages; of the others only names."""
         axes, at = self._axes, self._axes.coordinates(self._rank).pp
         all_stages = pipeline_stage.stages_of(
             self._job,
@@ -510,7 +558,7 @@ class MeshParallel(Ddp):
         axes = self._axes
         names = ("pp", "dp", "fsdp", "tp")
         while True:
-            _ = self._group.reducer  # the group is there
+            _ = self._group.reducer  # makes sure that the group exists
             self._view_of_mesh = self._group.view
             try:
                 with forming_within():
@@ -520,7 +568,7 @@ class MeshParallel(Ddp):
                 break
             except PeerLost:
                 self._group.regroup()
-        for name in names:  # groups of their own, which torch would wait in for half an hour
+        for name in names:  # subgroups, in which torch would wait for half an hour
             _set_pg_timeout(timedelta(seconds=self._timeout_s), mesh.get_group(name))
             if device.type != "cpu":
                 device_group.connect(device, mesh.get_group(name))
@@ -529,11 +577,11 @@ class MeshParallel(Ddp):
         return mesh
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the parts of the batch: of ranks that compute the same part, one speaks."""
+        """Sum over the parts of the batch: of ranks that compute the same part, one contributes."""
         return super().reduce(values if self._speaks else torch.zeros_like(values))
 
     def gather(self, value: torch.Tensor | None) -> list[torch.Tensor]:
-        """The tensor of every part of the batch, in their order."""
+        """Tensor of every part of the batch, in order."""
         everybody = super().gather(value)
         return [everybody[rank] for rank in self._speakers]
 
@@ -545,7 +593,7 @@ class MeshParallel(Ddp):
             if cut is not None:
                 for number, begin in enumerate(cut.begins):
                     for piece in cut.layers[begin:]:
-                        # Later stages overwrite: what is held by several (tied) is drawn at the last.
+                        # Later stages overwrite: a tied weight is shown at its last stage.
                         if any(held.rpartition(".")[0] == layer for held in piece.holds):
                             stage_of[layer] = number
         for layer in self._layer_names:
@@ -617,7 +665,7 @@ class MeshParallel(Ddp):
             )
 
     def parts(self) -> Iterator[Piece]:
-        """The shards of this rank, and of what several ranks have, what the first of them has."""
+        """Shards of this rank; of replicated ones only the first holder's."""
         at, ownership = self._axes.coordinates(self._rank), self._ownership
         for piece in state_pieces(self._job.model, self.optimizer):
             if piece.tensor.is_meta or (ownership is not None and not ownership.saves(piece.name)):
@@ -638,7 +686,7 @@ class MeshParallel(Ddp):
                 return held  # another stage's: nothing is written
             return read_like(pieces.tensors, piece, held, packing)
 
-        # Weights of other stages are asked for, their optimizer state is not.
+        # Weights of other stages are requested, their optimizer state is not.
         names = [n for n in pieces.tensors if n.startswith(MODEL) or parameter_of(n) not in elsewhere]
         settings = pieces.optimizer_settings
         if settings is not None and elsewhere:

@@ -1,11 +1,10 @@
 """Parameters of a model under construction, in a mapped file instead of memory.
 
-A factory runs once, in one piece and with real values, so the model is that of
-one process to the bit, whatever the factory does. Parameters move into an
-unlinked file of the scratch directory when a module registers them; pages of a
-shared file mapping can leave this process at any moment, since the file has
-them. A strategy then cuts one parameter after the other, and what is left of
-the model gets memory of its own. Nothing here knows how a model is cut.
+A factory runs once, in one piece and with real values, so the model equals that of one process to
+the bit, whatever the factory does. Parameters move into an unlinked file of the scratch directory
+when a module registers them; the kernel can evict pages of a shared file mapping at any moment. A
+strategy then partitions one parameter after the other, and the remaining ones get memory of their
+own. Nothing here knows how a model is partitioned.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ LEAST_BYTES = 1 << 20
 """Smaller parameters stay in memory: they are not worth a page table entry each."""
 
 RESIDENT_BYTES = 64 << 20
-"""Pages of the file that this process may hold before it lets go of all of them."""
+"""Pages of the file that this process may hold before it drops all of them."""
 
 CHUNK_BYTES = 1 << 30
 """Address space mapped at once. Disk space is reserved parameter by parameter."""
 
 _CHECK_EVERY_S = 0.001
-_ALONE = 2  # references to a storage that one tensor has, and the Python object that asks
+_ALONE = 2  # references to a storage with a single tensor, including the Python object that asks
 
 
 class ParameterFile:
-    """The parameters of one model, from the factory's first line until a strategy has cut it.
+    """Parameters of one model, from the factory's first line until a strategy has partitioned it.
 
-    A parameter whose memory somebody else has too (a tensor of the script that shares it) would part from it by moving: it
-    stays where it is until the other one is gone.
+    A parameter that shares memory with another tensor of the script would be separated from it by
+    moving: it stays in place until the other one is gone.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,7 +59,7 @@ class ParameterFile:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Within it, parameters that modules register move into the file."""
+        """Context in which parameters registered by modules move into the file."""
         hook = register_module_parameter_registration_hook(self._registered)
         try:
             yield
@@ -69,16 +68,15 @@ class ParameterFile:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ParameterFile]:
-        """Within it, this process holds few pages of the file. A tensor that is still in it afterwards stays valid.
+        """Context in which this process holds few pages of the file. A tensor that is still in it afterwards stays valid.
 
-        Operators of this thread release the pages they touched (`_Touches`). The thread is for what is no operator: numpy,
-        a file that is read into a parameter.
+        Operators of this thread release the pages they touched (`_Touches`). The thread handles
+        accesses outside of operators: numpy, or a file that is read into a parameter.
         """
-        others = (
-            _resident_file_bytes()
-        )  # before the thread, which may come to run only when much of the model is built
+        # Before the thread, which may get to run only when much of the model is built.
+        others = _resident_file_bytes()
         thread = threading.Thread(
-            target=self._let_go, args=(others,), name="shoal-parameter-file", daemon=True
+            target=self._release_periodically, args=(others,), name="shoal-parameter-file", daemon=True
         )
         thread.start()
         try:
@@ -93,7 +91,7 @@ class ParameterFile:
             self._waiting.clear()
 
     def move_rest(self, model: nn.Module) -> None:
-        """Move what the factory put into its model past `register_parameter`."""
+        """Move parameters that the factory put into its model without `register_parameter`."""
         self._waiting.clear()
         for parameter in dict.fromkeys(model.parameters()):
             self._move(parameter)
@@ -101,7 +99,7 @@ class ParameterFile:
                 self._bytes_in_memory += parameter.nbytes
 
     def kept_in_memory(self) -> str | None:
-        """A sentence about the parameters that could not move, if there are any worth it."""
+        """Sentence about large parameters that could not move; empty if there are none."""
         if self._bytes_in_memory < RESIDENT_BYTES:
             return None
         why = "the script holds tensors that share it, or they are of a kind of their own"
@@ -110,7 +108,7 @@ class ParameterFile:
         return f"{self._bytes_in_memory / 2**20:,.0f} MiB of the model are whole in every worker's memory until they are cut: {why}"
 
     def settle(self, model: nn.Module) -> None:
-        """Give parameters that are still in the file memory of their own, one after the other."""
+        """Give parameters still in the file memory of their own, one after the other."""
         with torch.no_grad():
             for parameter in dict.fromkeys(model.parameters()):
                 if isinstance(parameter, DTensor):
@@ -165,23 +163,23 @@ class ParameterFile:
         address = tensor.data_ptr()
         return any(chunk.begin <= address < chunk.begin + chunk.num_bytes for chunk in self._chunks)
 
-    def let_go(self) -> None:
+    def release_pages(self) -> None:
         for chunk in list(self._chunks):
-            chunk.let_go()
+            chunk.release_pages()
 
-    def _let_go(self, others: int) -> None:
-        """Drop this process's pages of the file whenever they are more than RESIDENT_BYTES beside those of other files."""
+    def _release_periodically(self, others: int) -> None:
+        """Drop this process's pages of the file whenever they exceed RESIDENT_BYTES, mappings of other files not counted."""
         while not self._ended.wait(_CHECK_EVERY_S):
             if _resident_file_bytes() - others > RESIDENT_BYTES:
-                self.let_go()
-                # Libraries grow, too. Not all at once: what was touched again before this line ran is none of theirs.
+                self.release_pages()
+                # Libraries grow, too. Not all at once: pages touched again before this line are not theirs.
                 others = min(_resident_file_bytes(), others + RESIDENT_BYTES // 2)
 
 
 class _Touches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets go of the file's pages as soon as operators have touched RESIDENT_BYTES of it.
+    """Drops the file's pages as soon as operators have touched RESIDENT_BYTES of it.
 
-    In the thread that touches them: a thread beside it may not come to run before the whole model was touched.
+    In the touching thread: a second thread may not run before the whole model was touched.
     """
 
     def __init__(self, file: ParameterFile) -> None:
@@ -199,7 +197,7 @@ class _Touches(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if type(local) in (Tensor, nn.Parameter) and self._file.holds(local):
                     self._num_bytes += local.nbytes
             if self._num_bytes > RESIDENT_BYTES // 2:
-                self._file.let_go()
+                self._file.release_pages()
                 self._num_bytes = 0
         return result
 
@@ -231,10 +229,10 @@ class _FileChunk:
         return place
 
     def close(self) -> None:
-        """The mapping ends with the last tensor in it, and the unlinked file with the mapping."""
+        """Unreference the chunk: the mapping ends with its last tensor, and the unlinked file with the mapping."""
         self._file.close()
 
-    def let_go(self) -> None:
+    def release_pages(self) -> None:
         self._map.madvise(mmap.MADV_DONTNEED)
 
 

@@ -1,9 +1,9 @@
-"""Losses that read parameters, such as a penalty on weights, of a model of which each rank holds parts.
+"""Losses that read parameters of a partitioned model, such as a penalty on weights.
 
-`fsdp` and `tp`: inside the loss the model's parameters are whole, gathered
-when they are read, and their gradients go back to the parts. `pp`, and tensors
-that a script took from the model before it was cut, are refused; so are
-forwards that use parameters of layers which are not running.
+`fsdp` and `tp`: inside the loss the model's parameters are whole, gathered when they are read, and
+their gradients go back to the shards. `pp` is refused, and so are tensors that a script took from
+the model before it was partitioned, and forwards that use parameters of layers which are not
+running.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ Read = Callable[[str, nn.Parameter], Tensor]
 
 
 class Uncut:
-    """The parameters of a model before it is cut, recognised wherever a script kept them."""
+    """Parameters of a model before it is partitioned, recognised wherever a script kept them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(each): (name, weakref.ref(each)) for name, each in model.named_parameters()}
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Its name where it is one of them."""
+        """Name of a tensor that is one of them; else None."""
         name, there = self._names.get(id(tensor), ("", None))
         return name if there is not None and there() is tensor else None
 
 
 class WholeParameters:
-    """A loss rule that shows its loss whole parameters.
+    """Loss rule that passes whole parameters to its loss.
 
-    Gathering is collective: every rank that shares a parameter has to call it for each of its slices, borrowed ones too.
+    Gathering is collective: every rank that shares a parameter must call it for each of its slices,
+    borrowed ones too.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class WholeParameters:
         strategy: str,
         in_stages: bool,
     ) -> None:
-        """`model` as it is cut, `before` as it was; `in_stages`: this process has the layers of some stages alone."""
+        """`model` after partitioning, `before` its parameters before; `in_stages`: this process only
+        has the layers of some stages.
+        """
         self.name, self.outputs_are, self.is_in_forward = loss.name, loss.outputs_are, loss.is_in_forward
         self._loss, self._before, self._packing = loss, before, packing
         self._strategy, self._in_stages = strategy, in_stages
@@ -72,6 +75,10 @@ class WholeParameters:
     def named(self) -> Mapping[str, tuple[float, float]]:
         return self._loss.named
 
+    @property
+    def must_check(self) -> bool:
+        return self._loss.must_check
+
     def __call__(
         self, output: Tree, target: Tree, num_local: int, num_global: int, weight: Tensor | None = None
     ) -> tuple[Tensor, float]:
@@ -80,7 +87,7 @@ class WholeParameters:
         with self._shown():
             total, count = self._loss(output, target, num_local, num_global, weight)
         for whole in self._whole.values():
-            if whole.requires_grad:  # backward is collective, so that every rank has to pass through it
+            if whole.requires_grad:  # backward is collective, so every rank has to pass through it
                 total = total + whole.sum() * 0.0
         if torch.is_grad_enabled():
             self._refuse(leaves_of(nodes_of(total, outputs)))
@@ -98,9 +105,9 @@ class WholeParameters:
         self._loss.check_forward(call, parts, num_global, like)
 
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
-        """Uses what the last call has gathered: ranks with a single sample check nothing."""
+        """Uses the parameters gathered by the last call: ranks with a single sample check nothing."""
         self._copies = {key: whole.detach().requires_grad_() for key, whole in self._whole.items()}
-        # A graph that forward left behind gathers and reduces in its backward, which is not for a check to run.
+        # Backward of a forward's graph gathers and reduces, which a check must not run.
         values_only = torch.no_grad() if self._reads_graph_of_model else contextlib.nullcontext()
         try:
             with self._shown(), values_only:
@@ -143,7 +150,7 @@ class WholeParameters:
 
 
 def refusal(error: RuntimeError, strategy: str, *, in_stages: bool) -> TrainingError | None:
-    """For what torch says where a forward computes with parameters outside of the layers that have them."""
+    """Explanation of torch's error for a forward that computes with parameters outside of their layers."""
     if in_stages and "backward through the graph a second time" in str(error):
         why = "micro-batches go back through it one after the other, and something that is computed once serves all of them"
         cure = ""
@@ -160,13 +167,13 @@ def refusal(error: RuntimeError, strategy: str, *, in_stages: bool) -> TrainingE
 
 
 def _of_gradient(parameter: DTensor) -> list[Placement]:
-    """Ranks of tp compute the same loss; those of the other axes each that of their part of the batch."""
+    """Ranks of tp compute the same loss; ranks of the other axes compute it for their part of the batch."""
     names = parameter.device_mesh.mesh_dim_names or ()
     return [Replicate() if name == "tp" else Partial() for name in names]
 
 
 class _Parameters(dict[str, Any]):
-    """The parameters of a module, each of them read through a function."""
+    """Parameters of a module, each read through a function."""
 
     def __init__(self, parameters: dict[str, Any], names: dict[int, str], read: Read) -> None:
         super().__init__(parameters)

@@ -1,8 +1,7 @@
-"""The seam between the Trainer and every way of spreading a model.
+"""Protocol between the Trainer and every strategy.
 
-The Trainer never calls `backward()` or `step()`. It hands slices to a
-Strategy and asks it to commit; what happens in between (one process, buckets,
-shards, stages, servers) is the strategy's own business.
+The Trainer never calls `backward()` or `step()`. It passes slices to a Strategy and asks it to
+commit; how the strategy does it (one process, buckets, shards, stages, servers) is its own matter.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class TrainJob:
     """Builds the user's optimizer on the parameters as the strategy left them; None for evaluate and predict alone."""
 
     given_optimizer: torch.optim.Optimizer | None = None
-    """The user's own, where it is an instance and no function: a strategy that cuts parameters lets it follow them."""
+    """The user's own, if it is an instance and no function: a strategy that partitions parameters rebinds it."""
 
     training_step: Callable[..., Any] | None = None
     """Of the user's: the loss of a batch, by `(model, batch)` or `(model, batch, name of the optimizer)`."""
@@ -72,7 +71,7 @@ class TrainJob:
     """Largest global norm of the gradient."""
 
     num_micro: int = 1
-    """Parts in which a slice is run, its gradients accumulated."""
+    """Parts into which a slice is divided, with gradients accumulated."""
 
     on_nonfinite: str = "raise"
     """"raise", or "skip": leave a step with a loss or gradient that is not finite out, and count it."""
@@ -81,7 +80,7 @@ class TrainJob:
     """Run forward in this precision."""
 
     loss_scale: LossScale | None = None
-    """Of fp16: backward begins with the loss times its value, and the commit divides by it."""
+    """For fp16: backward begins with the loss times its value, and the commit divides by it."""
 
     cast_inputs: torch.dtype | None = None
     """Floating inputs and targets are cast to this; set by `shoal verify`."""
@@ -90,16 +89,16 @@ class TrainJob:
     """Of the user's: pattern of layer names to "colwise", "rowwise" or "replicated"; for tp."""
 
     pipeline_cut: Sequence[str] | None = None
-    """Of the user's: names of the layers at which a stage begins, but for the first; for pp."""
+    """User's choice for pp: names of the layers at which stages begin, without the first."""
 
-    first_inputs: Callable[[], Tree] | None = None
-    """Reads inputs such as the model will be given, to measure it with; None where there are none yet."""
+    first_slice: Callable[[], Slice] | None = None
+    """Reads data like those the model will receive, to measure it with; None if there are none yet."""
 
     checkpoint_activations: bool | Sequence[str] = False
     """Whether blocks of the model run again within backward; or patterns of the names of those that do."""
 
     checks_every_loss: bool = False
-    """Check at every step that the loss recombines, not at the first alone; set by `shoal verify`."""
+    """Check at every step that the loss recombines, not only at the first; set by `shoal verify`."""
 
     compile: bool = False
     """Compile the model."""
@@ -108,7 +107,7 @@ class TrainJob:
     """Whether the user's own loop calls backward."""
 
     number: int = 0
-    """Which Trainer or loop of the script this is, counted from 0: ranks hand its state over by it."""
+    """Number of this Trainer or loop in the script, from 0: it identifies the state in transfers."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
@@ -133,7 +132,7 @@ class TrainJob:
         """The loss that backward begins with."""
         if self.loss_scale is None:
             return total
-        return (total.float() if total.dtype is torch.float16 else total) * self.scale  # it may be past fp16
+        return (total.float() if total.dtype is torch.float16 else total) * self.scale  # it may exceed fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +145,13 @@ class LossSum:
     """In the order of the slice; None when all of it was borrowed."""
 
     on_its_way: tuple[torch.Tensor, torch.Event] | None = None
-    """Of a total on a device: where in the host's memory it will be, and when."""
+    """For a total on a device: its place in host memory, and the event of its arrival."""
 
     named: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By name: sum and count of what the loss gave beside its total."""
+    """By name: sum and count of the loss's parts beside its total."""
 
     def read(self) -> float:
-        """The total as a number. On a device this waits for the forward alone: backward may still run."""
+        """The total as a number. On a device this waits for the forward only: backward may still run."""
         if self.on_its_way is None:
             return float(self.total)
         there, event = self.on_its_way
@@ -191,15 +190,15 @@ class StepResult:
     """(rank, loss) of every rank whose loss was not finite."""
 
     named: tuple[tuple[str, float], ...] = ()
-    """Means over the batch of what the loss gave by name beside its total."""
+    """Means over the batch of the loss's named parts beside its total."""
 
     num_skipped: int = 0
-    """Slices left out, of those that workers trained apart since they last met."""
+    """Slices skipped by workers that trained apart since the last sync."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor, or one part of one, of the state: what checkpoints are made of."""
+    """One tensor, or one part of one, of the state: the unit of checkpoints."""
 
     name: str
     """"model/<key of state_dict>" or "optimizer/<parameter name>/<key>"."""
@@ -207,10 +206,10 @@ class Piece:
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    """Where this part begins in the whole tensor; all zeros when it is whole."""
+    """Offset of this part in the whole tensor; all zeros if it is whole."""
 
     changed_keys: str = ""
-    """Of a table of which only rows that changed are given: the piece with their keys."""
+    """For a table with only changed rows: the piece with their keys."""
 
 
 @runtime_checkable
@@ -218,7 +217,7 @@ class TracksRows(Protocol):
     """A strategy with tables whose servers know which rows changed."""
 
     def state_with_changes(self, changes: RowStamps) -> Iterator[Piece]:
-        """`state()`, with changed rows alone where `changes` says since when."""
+        """`state()`, with only changed rows where `changes` gives a starting point."""
         ...
 
 
@@ -242,7 +241,7 @@ class PieceReader:
     """Whole tensors by piece name, read when asked for."""
 
     optimizer_settings: dict[str, Any] | None
-    """What of the optimizer is not a tensor; None when only weights were saved."""
+    """Non-tensor settings of the optimizer; None if only weights were saved."""
 
     path: str = ""
     """Where it comes from, for messages."""
@@ -253,12 +252,12 @@ class HoldsParts(Protocol):
     """A strategy whose ranks hold different parts of the state."""
 
     def parts(self) -> Iterator[Piece]:
-        """What this rank writes of a checkpoint: all ranks together write every number once. Not collective."""
+        """This rank's part of a checkpoint: all ranks together write every number once. Not collective."""
         ...
 
 
 class Strategy(Protocol):
-    """One way of spreading a job over workers."""
+    """One way of distributing a job over workers."""
 
     optimizer: torch.optim.Optimizer | None
     """The user's optimizer as built on the prepared parameters; schedulers and callbacks read it."""
@@ -267,10 +266,10 @@ class Strategy(Protocol):
     """Steps committed so far; seeds are drawn from it."""
 
     replay_log: ReplayLog | None
-    """Where a strategy's exchanges survive the death of a rank: what it needs to hand over; None in one process."""
+    """Log by which a strategy's exchanges survive the death of a rank; None in one process."""
 
     def prepare(self, job: TrainJob) -> None:
-        """Take over model and optimizer; refuse, by layer, what cannot be run."""
+        """Take over model and optimizer; refuse, by layer, a model that cannot be run."""
 
     def forward_backward(self, batch: Slice) -> LossSum:
         """Compute the gradients of one slice. May exchange them already; changes no state."""
@@ -291,7 +290,7 @@ class Strategy(Protocol):
         """Model and optimizer, piece by piece. Collective where ranks hold parts."""
 
     def load(self, pieces: PieceReader) -> None:
-        """Take over what `state` gave, under any strategy, at any number of workers."""
+        """Load the result of `state`, of any strategy and any number of workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,15 +308,15 @@ class LayerPlace:
     """Whether each of them holds a part."""
 
     stage: int | None = None
-    """Of a pipeline. What goes from one stage to another is sent."""
+    """Of a pipeline. Values that go from one stage to another are sent."""
 
     sends: tuple[tuple[str, dict[str, float]], ...] = ()
-    """What is sent, and its bytes as multiples of the layer's "parameters", "input" or "output"; {}: known only when it runs."""
+    """Traffic, as multiples of the layer's "parameters", "input" or "output" in bytes; {}: known only at run time."""
 
 
 @runtime_checkable
 class Places(Protocol):
-    """A strategy that knows where it has put the layers."""
+    """A strategy that knows where its layers are."""
 
     def places(self) -> Iterator[LayerPlace]:
         """Layers with parameters, once the first step is done."""
@@ -328,16 +327,16 @@ class AcceptsGradients(Protocol):
     """A strategy that also serves loops of the user's own."""
 
     def about_to_run(self) -> None:
-        """The user's loop takes a slice: what follows runs the model, up to the next commit."""
+        """The user's loop takes a slice: from here it runs the model, up to the next commit."""
 
     def weigh(self, batch: Slice) -> None:
-        """The slice that backward is computed on from now on: gradients are weighted by its share of the global batch."""
+        """Slice of the next backward: gradients are weighted by its share of the global batch."""
 
     def sum_gradients(self, batch: Slice) -> None:
-        """Have the sum over the ranks in `.grad`, before the commit; a loop clips it, or looks at it."""
+        """Put the sum over the ranks into `.grad`, before the commit; a loop clips it, or reads it."""
 
     def adopt(self, batch: Slice) -> None:
-        """Take what the user's own backward left in the parameters; `batch` is the slice that was taken last."""
+        """Take the gradients of the user's own backward; `batch` is the slice that was taken last."""
 
 
 @runtime_checkable
@@ -345,12 +344,12 @@ class HoldsStages(Protocol):
     """A strategy whose ranks may hold gradients of different parameters."""
 
     def norm_over_stages(self) -> float | None:
-        """The norm of the whole gradient; None where every rank can tell it from its parameters. Collective."""
+        """Norm of the whole gradient; None if every rank can compute it from its parameters. Collective."""
 
 
 @runtime_checkable
 class LooksAhead(Protocol):
-    """A strategy that can use its time better when it knows the next batch."""
+    """A strategy that benefits from knowing the next batch."""
 
     def prefetch(self, batch: Slice) -> None:
         """The batch after the one that is run next."""
@@ -358,35 +357,35 @@ class LooksAhead(Protocol):
 
 @runtime_checkable
 class WeightsFollow(Protocol):
-    """A strategy whose weights may come while the next step already runs."""
+    """A strategy whose weights may arrive while the next step already runs."""
 
     def followed(self) -> contextlib.AbstractContextManager[None]:
-        """Steps that follow one another belong in this block; at its end all weights are there."""
+        """Context for consecutive steps; at its end all weights have arrived."""
         ...
 
 
 @runtime_checkable
 class HoldsCopy(Protocol):
-    """A strategy whose weights live elsewhere: what this process has of them is a copy."""
+    """A strategy whose weights are kept elsewhere: this process has a copy."""
 
     def refresh_copy(self) -> None:
-        """Have the newest weights in the model of this process, rows of embeddings too. Not collective."""
+        """Pull the newest weights into this process's model, rows of embeddings too. Not collective."""
 
 
 @runtime_checkable
 class Leased(Protocol):
-    """A relaxed strategy: each worker trains whole batches of its own, as they are handed out."""
+    """A relaxed strategy: each worker trains whole batches of its own, handed out as leases."""
 
     updates: int
-    """Updates of all workers, as far as this one has heard."""
+    """Updates of all workers, as far as this one knows."""
 
     def share_statistics(self) -> None:
-        """Average what BatchNorm has counted on every worker; all of them call it."""
+        """Average BatchNorm's statistics over all workers. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What came of a round whose steps were made elsewhere."""
+    """Result of a round whose steps were made elsewhere."""
 
     num_steps: int
     num_samples: int
@@ -400,7 +399,7 @@ class Round:
 
 @runtime_checkable
 class RunsRounds(Protocol):
-    """A strategy whose steps are made by tasks, a round of them at a time; this process reads no data."""
+    """A strategy whose steps are made by tasks, one round at a time; this process reads no data."""
 
     sync_every: int | None
     """Steps of a round; None: all that are left of the epoch."""
@@ -412,16 +411,16 @@ class RunsRounds(Protocol):
 
 @runtime_checkable
 class PeriodicSync(Protocol):
-    """A strategy whose workers train apart for some steps: in between, step results are each worker's own, and ask for nothing."""
+    """A strategy whose workers train apart for some steps: in between, step results are local, and carry no requests."""
 
     has_diverged: bool
     """Whether weights differ from worker to worker at present."""
 
     def sync(self) -> StepResult | None:
-        """Become of one mind now, as at an epoch's end; None where the workers are already. Collective."""
+        """Make the models equal now, as at an epoch's end; None if they are already. Collective."""
 
     def own_pieces(self) -> Iterator[Piece]:
-        """What no other worker has, even when they have just met."""
+        """State that no other worker has, even right after a sync."""
 
     def common_pieces(self) -> Iterator[Piece]:
-        """The rest: what all have alike when they have just met. Collective."""
+        """The rest: state that is equal on all workers right after a sync. Collective."""

@@ -1,9 +1,10 @@
-"""Forwards that mix the samples of a batch, such as `x - x.mean(0)`: found by running a few samples together and apart.
+"""Forwards that mix the samples of a batch, such as `x - x.mean(0)`: detected by running a few samples
+together and apart.
 
-A worker has its own slice alone, so under data parallelism such a model trains
-something else, and no loss shows it. Layers that are known to mix (BatchNorm)
-are at rest in evaluation mode, and so is dropout; what draws random numbers or
-keeps a state of its own there is not judged. A trial leaves no trace in the model.
+A worker only has its own slice, so under data parallelism such a model trains something else, and
+no loss shows it. Layers that are known to mix (BatchNorm), and dropout, are inactive in evaluation
+mode; forwards that draw random numbers or keep state there are not judged. A trial has no side
+effects on the model.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from shoal.data.tree import Tree, map_tensors, tensors
 from shoal.errors import ForwardMixesSamples, GradientMixesSamples
 
 NUM_SAMPLES = 4
-"""Samples that are run together and in pairs: few, so that a trial costs less than a step."""
+"""Samples run together and in pairs: few, so that a trial costs less than a step."""
 
 NOTICED = 0.02
-"""Difference of a row, relative to how rows differ from each other, that is mixing."""
+"""Difference of a row, relative to the differences between rows, that counts as mixing."""
 
 MAX_NUMEL_RUN_BACK = 1 << 26
-"""Trained numbers up to which gradients of a whole model are compared: they are as large as it is, on every rank."""
+"""Trained elements up to which gradients of a whole model are compared: they need as much memory, on every rank."""
 
 NUM_DIRECTIONS = 4
 _ROWS_AT_ONCE = 256
 
 
 def can_be_tried(model: nn.Module) -> bool:
-    """False where a layer that is known to mix does so in evaluation mode too, or nobody can look into one."""
+    """False if a layer that is known to mix does so in evaluation mode too, or cannot be observed."""
     return not any(
         (isinstance(each, _BatchNorm) and each.running_mean is None)
         or isinstance(each, torch.jit.ScriptModule)
@@ -49,11 +50,11 @@ def can_be_tried(model: nn.Module) -> bool:
 def refuse_mixed_samples(
     model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree, num_local: int, strategy: str
 ) -> Callable[[], None]:
-    """Run the first samples together, in pairs, and together again; call the result to refuse what that showed."""
+    """Run the first samples together, in pairs, and together again; call the result to raise the refusal, if any."""
     num, half = NUM_SAMPLES, NUM_SAMPLES // 2
     if num_local < num:
         return lambda: None
-    with _without_hooks_of_script(model):
+    with without_hooks_of_script(model):
         runs = [
             _run(model, call, inputs, at)
             for at in (slice(0, num), slice(0, half), slice(half, num), slice(0, num))
@@ -81,21 +82,22 @@ def refuse_mixed_samples(
 
 
 def buffers_of_slices(model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree) -> list[str]:
-    """Buffers whose change by some samples is not the mean of those by their halves, so that averages over workers are not one process's.
+    """Buffers whose change by some samples is not the mean of those by their halves, so that averages
+    over workers are not one process's.
 
-    Sums over samples, queues of samples, a variance. Floating ones are averaged over the workers, of others rank 0's is
-    kept: those must change alike. BatchNorm's are known.
+    Sums over samples, queues of samples, a variance. Floating ones are averaged over the workers;
+    of others rank 0's is kept, so they must change alike. BatchNorm's are known.
     """
     num, half = NUM_SAMPLES, NUM_SAMPLES // 2
     known = {id(b) for m in model.modules() if isinstance(m, _BatchNorm) for b in m.buffers(recurse=False)}
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in known}
     found = []
     for at in (slice(0, num), slice(0, half), slice(half, num)):
-        with _without_hooks_of_script(model), unchanged(model):
+        with without_hooks_of_script(model), unchanged(model):
             if not _run(model, call, inputs, at).ended:
                 return []
             now = dict(model.named_buffers(remove_duplicate=False))
-            # By value: what is written through `.data` has the same version.
+            # By value: writes through `.data` do not change the version.
             changed = {
                 name: now[name].detach()
                 for name, before in buffers.items()
@@ -125,10 +127,10 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 def refuse_mixed_gradients(
     model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree, strategy: str
 ) -> Callable[[], None]:
-    """Run back the first samples together and in pairs; call the result to refuse gradients of pairs that do not add up.
+    """Run the first samples back together and in pairs; call the result to refuse gradients of pairs that do not add up.
 
-    A function of the script's own that normalises the gradient it is given does so, say. Outputs must have a row for each
-    sample. Not for a model too large to have its gradients twice.
+    For example, a script's autograd function that normalises its incoming gradient. Outputs must
+    have a row for each sample. Not for a model too large to have its gradients twice.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not p._backward_hooks}
     num, half = NUM_SAMPLES, NUM_SAMPLES // 2
@@ -139,13 +141,13 @@ def refuse_mixed_gradients(
 
     def gradients(at: slice) -> list[Tensor | None]:
         nonlocal rounding
-        with _without_hooks_of_script(model), unchanged(model):
+        with without_hooks_of_script(model), unchanged(model):
             output = call(map_tensors(lambda tensor: tensor[at].clone(), inputs))
         rows = [t for t in tensors(output) if t.requires_grad and t.dim() and len(t) == at.stop - at.start]
         shapes.add(tuple(row.shape[1:] for row in rows))
         kinds = {each.dtype for each in (*rows, *trained.values()) if each.is_floating_point()}
         rounding = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
-        # A function of each row by itself, whatever their order is.
+        # A function of each row by itself, independent of their order.
         flat = [row.flatten(1) if row.dim() > 1 else row[:, None] for row in rows]
         weights = [torch.arange(row.shape[1], device=row.device).cos().to(row.dtype) for row in flat]
         total = sum(
@@ -156,11 +158,11 @@ def refuse_mixed_gradients(
 
     sizes: dict[str, float] = {}
     changes, gaps = dict[str, float](), dict[str, float]()
-    # Whatever it raises here: the trial before this one has judged the forward.
+    # Errors are ignored: the trial before this one has judged the forward.
     with contextlib.suppress(Exception), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         whole = gradients(slice(0, num))
-        # Of parameters that are not used there is nothing to say.
+        # Unused parameters prove nothing.
         left = {name: each for name, each in zip(trained, whole, strict=True) if each is not None}
         del whole
         sizes = {name: _largest(each) for name, each in left.items()}
@@ -177,11 +179,12 @@ def refuse_mixed_gradients(
 
     def refuse() -> None:
         if len(shapes) > 1:
-            return  # rows as long as the longest sample of a part are no function of each sample
-        # A gradient that is zero but for rounding, as of a bias before a norm, is as small beside the others.
+            return  # rows padded to the longest sample of a part are no function of each sample
+        # A gradient that is zero except for rounding, as of a bias before a norm, is as small relative to
+        # the others.
         floor = max(1e-5, 8 * rounding) * max(filter(math.isfinite, sizes.values()), default=0.0)
         if any(change > 1e-3 * sizes[name] + floor for name, change in changes.items()):
-            return  # it answers otherwise the second time
+            return  # it is not deterministic
         for name, gap in gaps.items():
             if gap > max(NOTICED, 8 * rounding) * sizes[name] and gap > max(floor, 1e-6):
                 raise GradientMixesSamples(
@@ -196,8 +199,8 @@ def _largest(tensor: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _without_hooks_of_script(model: nn.Module) -> Iterator[None]:
-    """Hooks of the script keep what they see, for a loss say: a trial is not theirs to see. Those of torch and shoal stay."""
+def without_hooks_of_script(model: nn.Module) -> Iterator[None]:
+    """Disable the script's hooks during a trial: they keep what they see, for a loss say. Those of torch and shoal stay."""
     kept = [
         (hooks, hooks.copy())
         for module in model.modules()
@@ -229,7 +232,7 @@ class _Digest(NamedTuple):
     """A few numbers for each row."""
 
     rounding: float
-    """What rounding may do to them."""
+    """Possible rounding of them."""
 
 
 @dataclass(slots=True)
@@ -267,8 +270,9 @@ def _run(model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree, at: slice
         handles.append(module.register_forward_pre_hook(entering(name), with_kwargs=True))
         handles.append(module.register_forward_hook(leaving(name), with_kwargs=True))
     try:
-        # Whatever it raises here: evaluation mode may want other inputs, or not be made for a few samples; some tensors
-        # cannot be cut. Copies, because a forward may write into its inputs, which backward and the script still need.
+        # Errors are ignored: evaluation mode may want other inputs, or more samples; some tensors cannot be
+        # divided. Copies, because a forward may write into its inputs, which backward and the script still
+        # need.
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             output = call(map_tensors(lambda tensor: tensor[at].clone(), inputs))
@@ -281,7 +285,7 @@ def _run(model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree, at: slice
 
 
 def _digests(tree: Tree) -> list[_Digest]:
-    """Projections of each row on fixed directions: all activations would be too much to keep."""
+    """Projections of each row on fixed directions: keeping all activations would take too much memory."""
     found = []
     for tensor in tensors(tree):
         if (
@@ -308,9 +312,9 @@ def _directions(size: int, pace: float, like: Tensor) -> Tensor:
 
 
 def _gap(whole: _Crossing, first: _Crossing, second: _Crossing) -> float | None:
-    """By how much most rows differ, relative to how rows differ from each other; None where they do not.
+    """Difference of most rows, relative to the differences between rows; None if there is none.
 
-    Most of them: one that a threshold within the model sends another way, by rounding, is no mixing.
+    Most of them: a single row that rounding sends across a threshold within the model is no mixing.
     """
     if not len(whole.digests) == len(first.digests) == len(second.digests):
         return None
@@ -319,7 +323,7 @@ def _gap(whole: _Crossing, first: _Crossing, second: _Crossing) -> float | None:
         if num_rows % NUM_SAMPLES or not a.shape[0] == b.shape[0] == num_rows // 2:
             continue  # its rows are no samples
         if together.shape[1:] in (a.shape[1:], b.shape[1:]) and a.shape != b.shape:
-            continue  # as long as the longest sample: what is behind the others is no result
+            continue  # padded to the longest sample: padding is no result
         apart = torch.cat([a.rows, b.rows])
         if not torch.isfinite(together.rows).all() or not torch.isfinite(apart).all():
             continue
@@ -327,7 +331,7 @@ def _gap(whole: _Crossing, first: _Crossing, second: _Crossing) -> float | None:
         noticed = max(NOTICED * spread, together.rounding)
         gaps = (together.rows - apart).abs().amax(1)
         if (is_far := gaps > noticed).any():
-            # Rows may come in another order: places of a sequence before samples, or samples by their length.
+            # Rows may be ordered otherwise: sequence positions before samples, or samples by length.
             blocks = together.rows[is_far].split(_ROWS_AT_ONCE)  # type: ignore[no-untyped-call]
             gaps[is_far] = torch.cat([torch.cdist(each, apart, p=math.inf).amin(1) for each in blocks])
         of_samples = gaps.reshape(NUM_SAMPLES, -1).amax(1)
@@ -348,7 +352,7 @@ def _first_mixed(whole: list[_Crossing], first: list[_Crossing], second: list[_C
     """The innermost module that runs where rows first differ; "" is the model itself."""
     for events in zip(whole, first, second, strict=False):
         if len({event.within for event in events}) > 1:
-            break  # samples take different ways
+            break  # samples take different paths
         if _gap(*events) is not None:
             return events[0].within
     return ""
@@ -359,17 +363,15 @@ _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward writes into its modules: buffers, and attributes such as counters and hidden states."""
+    """Restore everything a forward writes into its modules: buffers, and attributes such as counters and hidden states."""
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
     contents: list[tuple[Any, Any]] = []
-    # Tensors are lent as copies and never written to: backward may need them as they are.
+    # Tensors are replaced by copies: backward may need the originals unchanged.
     lent: dict[int, Tensor] = {}
     scripted: list[tuple[Tensor, Tensor]] = []
     try:
         for module in model.modules():
-            if isinstance(
-                module, torch.jit.ScriptModule
-            ):  # has no attributes of Python, and no other buffers
+            if isinstance(module, torch.jit.ScriptModule):  # has no Python attributes, and no other buffers
                 scripted += [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
                 continue
             own = {name: value for name, value in module.__dict__.items() if name not in _OF_TORCH}

@@ -45,7 +45,7 @@ MODEL, OPTIMIZER, _RESIDUAL = "model/", "optimizer/", "residual/"
 GONE = "gone/"
 """Prefix of the piece with the keys of rows that are no longer there, before the name of the piece of keys."""
 
-# How a step is executed, not what it computes: the script that loads decides, on its own devices.
+# Execution settings, not results: the loading script decides them, for its own devices.
 _EXECUTION = {"foreach", "fused", "capturable", "differentiable"}
 
 
@@ -59,7 +59,7 @@ def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 
 def optimizer_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is not a tensor: the class, the groups' hyper-parameters and who is in them, single numbers of the state."""
+    """Non-tensor state: the class, the groups' hyper-parameters and members, single numbers of the state."""
     names = _names(model, optimizer)
     kind = type(optimizer).__name__
     groups = [
@@ -95,10 +95,10 @@ def load_optimizer(
     path: str = "",
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Give an optimizer, built afresh on `model`, the state that was saved. Refuses before it changes anything.
+    """Load saved state into an optimizer built afresh on `model`. Refuses before it changes anything.
 
-    Saved state under the names in `elsewhere` is somebody else's to load.
-    A scheduler must be built before: building one sets the learning rate.
+    State under the names in `elsewhere` is loaded by another component. A scheduler must be built
+    before: building one sets the learning rate.
     """
     names = _names(model, optimizer)
     _check(optimizer, names, settings, path)
@@ -109,7 +109,7 @@ def load_optimizer(
 
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
-    while state:  # each as it is copied: the saved state and the optimizer's own would be two
+    while state:  # released as they are copied: otherwise saved and loaded state would both be in memory
         name, held = state.popitem()
         parameter = parameters[name]
         optimizer.state[parameter] = {
@@ -122,7 +122,7 @@ def load_optimizer(
 def load_settings(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], *, path: str = ""
 ) -> None:
-    """The groups' hyper-parameters alone, where the state is kept elsewhere. Refuses as `load_optimizer` does."""
+    """Load only the groups' hyper-parameters, where the state is kept elsewhere. Refuses as `load_optimizer` does."""
     _check(optimizer, _names(model, optimizer), settings, path)
     _set_groups(optimizer, settings)
 
@@ -206,11 +206,11 @@ def _read(
 
 
 def _placed(key: str, value: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """A copy where the optimizer wants it. Keeps the saved dtype: torch's own loading rounds to the parameter's."""
+    """A copy on the optimizer's device. Keeps the saved dtype: torch's own loading rounds to the parameter's."""
     on_device = key != "step" or group.get("capturable") or group.get("fused")
     device = parameter.device if on_device else torch.device("cpu")
     if value.shape == parameter.shape and value.dim() > 0:
-        # Strides like the parameter's, as the optimizer itself would have made it.
+        # Strides like the parameter's, as the optimizer would have created it.
         return torch.empty_like(parameter, dtype=value.dtype, device=device, requires_grad=False).copy_(value)
     return value.to(device=device, copy=True)
 
@@ -235,8 +235,8 @@ def hash_embeddings(model: nn.Module) -> dict[str, HashEmbedding]:
 
 
 def limited(modules: Iterable[nn.Module]) -> list[HashEmbedding]:
-    """Those whose rows are limited in number. They are the first tables of a model wherever it is trained: ids that share a
-    slot give way to each other, and slots are by table.
+    """Embeddings with a limited number of rows. They are the first tables of a model wherever it is
+    trained: ids that share a slot evict each other, and slots are by table.
     """
     hashed = [each for each in modules if isinstance(each, HashEmbedding)]
     return [each for each in hashed if each.policy is not None and each.policy.max_rows is not None]
@@ -331,7 +331,7 @@ def changes_of(
     step: int,
     num_evicted: int,
 ) -> Iterator[Piece]:
-    """The same of rows that changed; those that went have no sightings left."""
+    """The same for changed rows; deleted ones have no sightings left."""
     is_there = np.ones(len(keys), np.bool_)
     if spec.policy is not None:
         is_there = state[:, RULES[spec.rule].state_dim(spec.dim)] > 0
@@ -362,9 +362,9 @@ def state_columns(spec: TableSpec) -> dict[str, slice]:
 def saved_state(
     name: str, spec: TableSpec, saved: PieceReader | None
 ) -> tuple[NDArray[Any] | None, int, int]:
-    """State of rows as a table keeps it, the number of updates and of evictions; None and 0 where it was not saved.
+    """State of rows as a table keeps it, the number of updates and of evictions; None and 0 if it was not saved.
 
-    Statistics that the checkpoint has not are those of rows that have just been admitted.
+    Statistics missing in the checkpoint are those of newly admitted rows.
     """
     prefix = f"{OPTIMIZER}{name}/"
     columns = state_columns(spec)
@@ -387,12 +387,12 @@ def saved_state(
 
 
 def load_local(model: nn.Module, pieces: PieceReader) -> None:
-    """Rows in this process become those that were saved, and no others."""
+    """Replace the rows of this process by the saved ones."""
     for name, module in hash_embeddings(model).items():
         table, source = saved_table(name, pieces), module.source
         if table is None or not isinstance(source, LocalRows):
             continue
-        if pieces.optimizer_settings is None:  # weights alone: the optimizer keeps what it has, here too
+        if pieces.optimizer_settings is None:  # weights alone: the optimizer keeps its state, here too
             source.replace_values(*table)
         else:
             state, step, num_evicted = saved_state(name, source.table.spec, pieces)
@@ -400,7 +400,7 @@ def load_local(model: nn.Module, pieces: PieceReader) -> None:
 
 
 def expected_shapes(model: nn.Module) -> dict[str, tuple[tuple[int | None, ...], torch.dtype]]:
-    """Shape (None: any) and dtype of what a checkpoint has to hold of a model's rows, by key of its state_dict."""
+    """Shape (None: any) and dtype expected in a checkpoint for a model's rows, by key of its state_dict."""
     shapes: dict[str, tuple[tuple[int | None, ...], torch.dtype]] = {}
     for name, module in hash_embeddings(model).items():
         shapes[keys_name(name)] = ((None,), torch.int64)
@@ -415,14 +415,14 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter_of(piece: str) -> str:
-    """The name in the model that a piece of the state belongs to."""
+    """Name in the model that a piece of the state belongs to."""
     if piece.startswith(OPTIMIZER):
         return piece.removeprefix(OPTIMIZER).rpartition("/")[0]
     return piece.removeprefix(MODEL)
 
 
 def state_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Piece]:
-    """Every tensor a fresh process needs to go on, but for rows that are on servers."""
+    """Every tensor a fresh process needs to continue, except rows on servers."""
     for name, tensor in plain_tensors(model).items():
         yield Piece(MODEL + name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
     yield from local_pieces(model)
@@ -447,12 +447,12 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, pieces
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it, on every rank. Collective where it is in parts."""
+    """The whole tensor, on every rank. Collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """The norm of all of them together. Collective where some are in parts: one sum for all that are cut alike."""
+    """Norm of all of them together. Collective if some are sharded: one sum for all with the same placements."""
     cut_alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
     alone: list[Tensor] = []
     for tensor in tensors:
@@ -498,7 +498,7 @@ def first_line(error: Exception) -> str:
 
 
 def ties_of(model: nn.Module, prefix: str) -> dict[str, str]:
-    """Names under which a parameter is found again -> the first name of it."""
+    """Further names of a tied parameter -> its first name."""
     first: dict[int, str] = {}
     ties = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -512,8 +512,8 @@ def whole_pieces(
 ) -> Iterator[Piece]:
     """The pieces with whole tensors, gathered one at a time; without `keep` each is freed at once.
 
-    Collective: every rank goes through all of them, and only who writes needs them. What is tied is gathered once, and
-    is one memory under both names, as in one process.
+    Collective: every rank goes through all of them, and only the writer needs them. A tied tensor
+    is gathered once, and is one memory under both names, as in one process.
     """
     ties = ties or {}
     gathered: dict[str, Tensor] = {}
@@ -560,13 +560,13 @@ def local_block(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...
 
 
 def cut_like(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor cut as `like` is, without a word to the other ranks: they have it too."""
+    """A whole tensor sharded as `like` is, without communication: every rank has it."""
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
-    return _as_part_of(like, local_part(value, like).to(like.device).contiguous())
+    return as_part_of(like, local_part(value, like).to(like.device).contiguous())
 
 
-def _as_part_of(like: DTensor, part: Tensor) -> DTensor:
+def as_part_of(like: DTensor, part: Tensor) -> DTensor:
     return DTensor.from_local(
         part,
         like.device_mesh,
@@ -578,12 +578,12 @@ def _as_part_of(like: DTensor, part: Tensor) -> DTensor:
 
 
 def read_like(pieces: Mapping[str, Tensor], name: str, like: Tensor | None, packing: Packing) -> Tensor:
-    """A saved tensor, cut as `like` is; only this rank's part is read where the rows lie as they were saved."""
+    """A saved tensor, sharded as `like` is; only this rank's part is read if rows are stored in that order."""
     if isinstance(pieces, PartReader) and isinstance(like, DTensor) and not packing.packs(name):
         if pieces.describe(name)[0] != tuple(like.shape):
             return pieces[name]
         shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-        return _as_part_of(like, pieces.part(name, offset, shape).to(like.device))
+        return as_part_of(like, pieces.part(name, offset, shape).to(like.device))
     whole = packing.to_rank_layout(name, pieces[name])
     return whole if like is None else cut_like(whole, like)
 
@@ -614,7 +614,7 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 def rebind_optimizer(
     optimizer: torch.optim.Optimizer, before: dict[int, str], model: nn.Module, strategy: str
 ) -> None:
-    """Let `optimizer`, built on the parameters named `before`, train those that the model now has under these names."""
+    """Rebind `optimizer`, built on the parameters named `before`, to those that the model now has under these names."""
     if optimizer.state:
         raise ConfigError(
             f"the optimizer given to the Trainer has taken steps already, and '{strategy}' cuts the parameters that its state "
@@ -638,7 +638,7 @@ def residual_pieces(compressor: Compressor, gather: Callable[[Tensor], list[Tens
 
 
 def load_residuals(compressor: Compressor, saved: PieceReader, rank: int, num_workers: int) -> None:
-    """This rank's row; at another number of ranks an even share of them all, so that nothing is lost."""
+    """This rank's row; at another number of ranks an even share of all, so that nothing is lost."""
     state: dict[str, Tensor] = {}
     for piece in saved.tensors:
         if not piece.startswith(_RESIDUAL):

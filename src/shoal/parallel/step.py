@@ -1,11 +1,10 @@
 """One step's exchange, decision and update of summed gradients.
 
-`StepExchange` is what the ranks of a group sum up to commit a step: a small
-vector (losses, counts, control flags, flags of changed buffers) and BatchNorm's
-running statistics leave before backward and overlap with it; gradients leave
-bucket by bucket while it runs; changed buffers follow. A rank's contribution
-stays apart from the sums, so a broken exchange is retried from it. `decide` is
-pure; every rank's loss has a place of its own in the vector, so a NaN names who had it.
+`StepExchange` is the sum over a group's ranks that commits a step: a small vector (losses, counts,
+control flags, flags of changed buffers) and BatchNorm's running statistics are sent before backward
+and overlap with it; gradients are sent bucket by bucket while it runs; changed buffers follow. A
+rank's contribution stays apart from the sums, so a broken exchange is retried from it. `decide` is
+pure; every rank's loss has its own place in the vector, so a NaN names its rank.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _COUNT, _STOP, _CHECKPOINT, _LEAVE, _LOSSES = range(5)
 def contribution(
     *, rank: int, num_workers: int, loss_total: float, count: float, control: ControlFlags
 ) -> Tensor:
-    """One rank's vector; the sum of all is what `decide` reads."""
+    """One rank's vector; `decide` reads the sum of all."""
     losses = [0.0] * num_workers
     losses[rank] = loss_total
     return torch.tensor(
@@ -42,11 +41,11 @@ def contribution(
 
 
 def decide(vector: Tensor, *, grad_norm: float | None = None) -> StepResult:
-    """The StepResult from the summed vector, and the gradient's norm where one was asked for."""
+    """StepResult from the summed vector, and the gradient's norm if requested."""
     values = vector.tolist()
     losses = values[_LOSSES:]
     count = values[_COUNT]
-    # Added in rank order: the same bits on every rank, whichever way the vector travelled.
+    # Added in rank order: the same bits on every rank, whichever route the vector took.
     total = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
     nonfinite = tuple((rank, loss) for rank, loss in enumerate(losses) if not math.isfinite(loss))
     finite = not nonfinite and math.isfinite(count) and (grad_norm is None or math.isfinite(grad_norm))
@@ -64,9 +63,9 @@ def decide(vector: Tensor, *, grad_norm: float | None = None) -> StepResult:
 
 
 def merge_turns(results: Sequence[StepResult]) -> StepResult:
-    """The result of a step in which several optimizers took turns: the norm is the last one's, the loss the sum of theirs.
+    """Result of a step in which several optimizers took turns: the norm is the last one's, the loss the sum of theirs.
 
-    A turn that was left out has no part in it, unless all were.
+    A skipped turn is left out, unless all were skipped.
     """
     if len(results) == 1:
         return results[0]
@@ -87,12 +86,12 @@ def merge_turns(results: Sequence[StepResult]) -> StepResult:
 
 
 def besides_of(named: Mapping[str, tuple[float, float]]) -> list[float]:
-    """What a loss gave by name, for the vector: the same names on every rank."""
+    """Named parts of a loss, for the vector: the same names on every rank."""
     return [number for name in sorted(named) for number in named[name]]
 
 
 def with_named(result: StepResult, names: Iterable[str], sums: Sequence[float]) -> StepResult:
-    """The result, with means of what `besides_of` gave, summed."""
+    """The result, with means of the summed `besides_of`."""
     pairs = zip(sorted(names), zip(sums[::2], sums[1::2], strict=True), strict=True)
     named = tuple((name, total / count if count else math.nan) for name, (total, count) in pairs)
     return dataclasses.replace(result, named=named) if named else result
@@ -132,13 +131,13 @@ class StepExchange:
         self.is_broken = False
         """Whether a peer was lost in `start`: backward runs to its end first, then `finish` raises."""
         self.buffers_before: dict[str, Tensor] = {}
-        """Buffers as of the last commit: a donor hands these over, and a step that is left out returns to them."""
+        """Buffers as of the last commit: a donor sends these, and a skipped step returns to them."""
 
     # ---- buffers around a forward ------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Before the first forward of a step: keep the buffers, and watch which of them it changes."""
-        if not self._are_kept:  # else it is another batch of the same step
+        """Before the first forward of a step: keep the buffers, and watch which of them change."""
+        if not self._are_kept:  # else another batch of the same step
             self.keep_buffers()
             self.watch_buffers()
 
@@ -146,7 +145,7 @@ class StepExchange:
         """Keep the buffers before a forward writes into them."""
         self._are_kept = True
         if not any(module._buffers for module in self._modules):
-            return  # looking for their names costs a tenth of a short step's Python
+            return  # finding their names costs a tenth of a short step's Python time
         constants = self._changing.constants()
         self.buffers_before = {
             name: buffer.clone()
@@ -178,7 +177,7 @@ class StepExchange:
         besides: Sequence[float] = (),
         with_gradients: bool = True,
     ) -> None:
-        """Everything but the gradients is known: note what this rank adds to the sums. `besides` is summed with the losses."""
+        """Record this rank's contribution: everything but the gradients is known. `besides` is summed with the losses."""
         counted = self._counts_loss
         self.vector = contribution(
             rank=self._rank,
@@ -199,7 +198,7 @@ class StepExchange:
         self._with_gradients = with_gradients
 
     def start(self, group: Reducer) -> None:
-        """Send copies of the contribution; from now on gradients leave as backward makes them."""
+        """Send copies of the contribution; from now on gradients are sent as backward makes them."""
         self.is_broken = False
         self._vector_sum = self.vector.clone()
         self._works = [] if self._losses_last else [group.start_all_reduce(self._vector_sum)]
@@ -210,7 +209,7 @@ class StepExchange:
             self.gradients.arm(group)
 
     def finish(self, group: Reducer) -> None:
-        """Wait for all sums. Until the last one is there, every gradient is this rank's own."""
+        """Wait for all sums. Until the last one has arrived, every gradient is this rank's own."""
         if self.is_broken:
             raise PeerLost(rank=self._rank, operation="the exchange of losses", reason="a peer went away")
         for work in self._works:
@@ -220,7 +219,7 @@ class StepExchange:
             sums.send_rest()
         if self._losses_last:
             group.finish(group.start_all_reduce(self._vector_sum), "the exchange of losses")
-        # Which buffers changed on any rank, all ranks read from the summed flags.
+        # All ranks read from the summed flags which buffers changed on any rank.
         flags = self._vector_sum[len(self._vector_sum) - len(self._changing) :].tolist()
         self._changed = [number for number, flag in enumerate(flags) if flag]
         if self._changed:
@@ -238,7 +237,7 @@ class StepExchange:
             self.gradients.abandon()
 
     def write_buffers(self) -> Tensor:
-        """Write the buffers that all ranks agreed on; returns the sum of what was told besides them."""
+        """Write the buffers that all ranks agreed on; returns the sum of the other values."""
         self._works = []
         if self._statistics:
             self._statistics.write(self._statistics_sum)
@@ -262,7 +261,7 @@ def clip(
     """
     if not result.applied:
         return result, 0.0
-    # Backward divided by samples. What the loss really counted travelled with it; mostly it is the same.
+    # Backward divided by samples. The loss's real count was exchanged with it; mostly it is the same.
     factor = correction(job, num_global, result.count)
     if job.measures_norm:
         measured = factor * (norm() if norm is not None else gradient_norm(gradients, squares_of_rows))
@@ -272,14 +271,15 @@ def clip(
 
 
 def correction(job: TrainJob, num_global: int, count: float) -> float:
-    """The factor of a gradient that backward divided by `num_global` samples, and multiplied by the loss scale."""
+    """Factor for a gradient that backward divided by `num_global` samples, and multiplied by the loss scale."""
     return num_global / count / job.scale if count else 0.0
 
 
 def scale(gradients: Iterable[Tensor], factor: float) -> None:
     if factor != 1.0:
         for gradient in gradients:
-            gradient.mul_(factor)
+            # A factor is the same for every part, and each operation on a DTensor costs its dispatch.
+            (gradient._local_tensor if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -292,7 +292,7 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def gradient_norm(gradients: Iterable[Tensor], squares_of_rows: float = 0.0) -> float:
-    """The norm of all of it: of tensors, and of rows whose sum of squares is known."""
+    """Norm of the whole gradient: of tensors, and of rows whose sum of squares is known."""
     dense = [
         gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
         for gradient in gradients
@@ -305,5 +305,5 @@ def gradient_norm(gradients: Iterable[Tensor], squares_of_rows: float = 0.0) -> 
 
 
 def clip_factor(job: TrainJob, norm: float) -> float:
-    """What to multiply a gradient of this norm with, as torch.nn.utils.clip_grad_norm_ does."""
+    """Factor for a gradient of this norm, as in torch.nn.utils.clip_grad_norm_."""
     return min(1.0, job.clip_norm / (norm + 1e-6)) if job.clip_norm is not None else 1.0
