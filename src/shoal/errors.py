@@ -59,7 +59,9 @@
     ├── ClusterError               a process or a wait                               exit 3
     │   ├── WorkerDied
     │   ├── PeerLost
+    │   │   └── NotConnected       no answer from other hosts while a group is formed
     │   ├── StrangerInGroup        somebody else connects to the workers' group
+    │   ├── HostsApart             hosts that reach the head, and not each other
     │   ├── CallsDiffer
     │   ├── CollectiveLeftOut
     │   ├── TaskFailed             of mapreduce, at every attempt
@@ -82,6 +84,7 @@ what to do next. The facts stay on the object as attributes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -92,8 +95,8 @@ class ShoalError(Exception):
     exit_code = 3
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are rebuilt by calling the class with their message, which ours would not take:
-        # one that comes home from a child process keeps its message and its facts.
+        # Exceptions are rebuilt by calling the class with their message, which these would not accept: one
+        # that arrives from a child process keeps its message and its attributes.
         return _revived, (type(self), self.args, dict(self.__dict__))
 
 
@@ -163,8 +166,9 @@ class ScriptNotFound(ConfigError):
     def __init__(self, *, script: str, guess: str | None = None) -> None:
         self.script, self.guess = script, guess
         hint = f" Did you mean '{guess}'?" if guess else ""
+        what = "is a folder" if os.path.isdir(script) else "does not exist"
         super().__init__(
-            f"the script '{script}' does not exist.{hint} Nothing was started; give the path of a Python file."
+            f"the script '{script}' {what}.{hint} Nothing was started; give the path of a Python file."
         )
 
 
@@ -191,10 +195,10 @@ class DataError(ShoalError):
     """The dataset cannot give what was asked of it."""
 
     opened_at: str | None = None
-    """The user's line that opened the data, once somebody has said it."""
+    """The user's line that opened the data, if known."""
 
     def opened_by(self, line: object) -> Self:
-        """The same error, which from now on says which line of the user's opened the data; the first one said stays."""
+        """The same error, with the user's line that opened the data; the first one set stays."""
         if line is not None and self.opened_at is None:
             self.opened_at = str(line)
             self.args = (f"{self} The data is opened at {self.opened_at}", *self.args[1:])
@@ -249,7 +253,7 @@ class LossDoesNotRecombine(TrainingError):
     """A loss whose value over a batch is not made of those of its parts."""
 
     is_drift = False
-    """Whether it was at first, and what it counts is a guess: a small term beside a mean, a balance of experts say."""
+    """Whether it recombined at first, with a guessed count: a small term beside a mean, for example a balance of experts."""
 
     def __init__(
         self,
@@ -466,6 +470,19 @@ class StrangerInGroup(ClusterError):
         )
 
 
+class HostsApart(ClusterError):
+    """Hosts that reach the head, and not each other."""
+
+    def __init__(self, *, rank: int, silent: dict[int, str], num_attempts: int) -> None:
+        self.rank, self.silent, self.num_attempts = rank, dict(silent), num_attempts
+        listed = ", ".join(f"rank {other} ({address})" for other, address in sorted(silent.items()))
+        super().__init__(
+            f"rank {rank} got no answer from {listed} in {num_attempts} attempts to form the group of the workers, though "
+            "the head hears from all of them. Nothing of the step was applied, and checkpoints are whole; a link, a route or a "
+            "firewall between the hosts lets nothing through: open all TCP ports between them, and go on with `shoal resume`."
+        )
+
+
 class CallsDiffer(ClusterError):
     """Ranks call shoal in different order."""
 
@@ -487,7 +504,7 @@ class RowPolicyRefused(ConfigError, ValueError):
 
 
 class TableMemoryTooSmall(ConfigError):
-    """A limit that does not hold the rows that are worked on at once."""
+    """A limit below the rows that are in use at once."""
 
     def __init__(self, *, limit_bytes: int, needed_bytes: int, num_tables: int) -> None:
         self.limit_bytes, self.needed_bytes, self.num_tables = limit_bytes, needed_bytes, num_tables
@@ -503,7 +520,7 @@ class HostNotAdmitted(ConfigError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(
-            f"this host was not admitted: {reason}. Nothing was started here; the job goes on waiting."
+            f"this host was not admitted: {reason}. Nothing was started here; the job is as it was."
         )
 
 
@@ -557,7 +574,7 @@ class JournalUnreachable(ClusterError):
 
 
 class HeadFenced(ClusterError):
-    """The head of a job over several hosts may have been followed by another."""
+    """Another host may have taken over as head of the job."""
 
     def __init__(self, *, job: str, why: str, journal: str, record: str) -> None:
         self.job, self.why = job, why
@@ -630,7 +647,7 @@ def _some(names: Sequence[object], limit: int = 6) -> str:
 
 
 class BadSample(DataError):
-    """One sample that cannot be read, and where it stands. Raised when it is asked for, not before."""
+    """One sample that cannot be read, with its position. Raised when the sample is read, not before."""
 
     def __init__(
         self,
@@ -874,7 +891,7 @@ class StreamEnded(DataError):
 
 
 class NoRecord(BadSample):
-    """An offset without a record, as transactions and compaction leave them: never an error, always left out."""
+    """An offset without a record, as transactions and compaction leave them: never an error, always skipped."""
 
 
 _SAFE = "Finished tasks are kept and not run again."
@@ -1001,7 +1018,7 @@ class StageCannotRun(TrainingError):
 
 
 class ShapeDecides(StageCannotRun):
-    """The model's forward takes another way for this batch than for the one by which it was cut."""
+    """The model's forward takes another path for this batch than for the one it was partitioned with."""
 
     def __init__(self, *, seen: object, value: object, line: str) -> None:
         self.seen, self.value, self.line = repr(seen), repr(value), line
@@ -1014,7 +1031,7 @@ class ShapeDecides(StageCannotRun):
 
 
 class ShapeLeadsElsewhere(StageCannotRun):
-    """The model's forward takes a way for this batch on which the stages cannot run one after the other."""
+    """The model's forward takes a path for this batch on which the stages cannot run in sequence."""
 
     def __init__(self, *, shapes: Sequence[tuple[int, ...]], why: str) -> None:
         self.shapes, self.why = list(shapes), why

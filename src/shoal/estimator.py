@@ -7,6 +7,7 @@ holds the checkpoints: train goes on from the newest, evaluate and predict load 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -25,12 +26,13 @@ from shoal.config import job as jobs
 from shoal.data.batches import Batches, as_batches
 from shoal.data.slice import split_target
 from shoal.data.tree import map_tensors, tensors
-from shoal.errors import ConfigError, NoCheckpoint
+from shoal.errors import CheckpointError, ConfigError, NoCheckpoint
 from shoal.train.arguments.arrays import batches_of_arrays
 from shoal.train.callbacks.base import Callback
 from shoal.train.callbacks.logs import TensorBoard
 from shoal.train.callbacks.monitored import ModelCheckpoint, StopAtStep
 from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint, step_path
+from shoal.train.checkpoint.saving import fit_starts
 from shoal.train.checkpoint.storage import MANIFEST, Place
 from shoal.train.trainer import Trainer
 
@@ -38,7 +40,7 @@ InputFn = Callable[[], Any]
 
 
 class ModeKeys(StrEnum):
-    """What a model_fn is asked for."""
+    """Purposes for which model_fn is called."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -65,7 +67,7 @@ class EstimatorConfig:
     """How many of the newest checkpoints stay."""
 
     keep_checkpoint_every_n_hours: float | None = None
-    """Of the older ones, one stays for every so many hours."""
+    """Of the older ones, one is kept per this many hours."""
 
     save_summary_steps: int | None = None
     """Steps between values for TensorBoard; None: none are written."""
@@ -76,7 +78,7 @@ RunConfig = EstimatorConfig
 
 @dataclass(slots=True, kw_only=True)
 class EstimatorSpec:
-    """What a model_fn returns."""
+    """Result of a model_fn."""
 
     mode: ModeKeys
     model: nn.Module
@@ -100,7 +102,7 @@ class EstimatorSpec:
 
 @dataclass(frozen=True, slots=True)
 class TrainSpec:
-    """What train_and_evaluate trains."""
+    """Training part of train_and_evaluate."""
 
     input_fn: InputFn
     max_steps: int | None = None
@@ -109,7 +111,7 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True)
 class EvalSpec:
-    """What train_and_evaluate measures."""
+    """Evaluation part of train_and_evaluate."""
 
     input_fn: InputFn
     steps: int | None = None
@@ -136,7 +138,7 @@ class SummarySaverHook(TensorBoard):
 
 
 class _Saver(ModelCheckpoint):
-    """Saves the last step too, as an Estimator does: whoever comes next goes on from there."""
+    """Saves the last step too, as an Estimator does, so that the next call continues from there."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._save(trainer)
@@ -144,7 +146,7 @@ class _Saver(ModelCheckpoint):
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """Where an Estimator of this script has trained to."""
+    """Position up to which an Estimator of this script has trained."""
 
     trainer: Trainer
     path: str
@@ -205,10 +207,11 @@ class Estimator:
             start = first = (trainer.epoch, trainer.step)
         elif latest is not None:
             resume, start, first = latest.path, latest.position, latest.first
+        elif (own := self._newest_of_this_job()) is not None:  # which fit finds by itself
+            start = first = fit_starts(own)[0]
         elif (resume := self._newest_before_this_job()) is not None:
             saved = open_checkpoint(resume).progress
-            start = (saved["epoch"], saved["step"])
-            first = (saved["fit"]["first_epoch"], saved["fit"]["first_step"])
+            start, first = (saved["epoch"], saved["step"]), fit_starts(saved)[-1]
         last = start[1] + steps if steps is not None else max_steps
         if last is not None and last <= start[1]:
             return self
@@ -325,9 +328,8 @@ class Estimator:
         return [*spec.training_hooks, *hooks, saver, *summaries]
 
     def _call_model_fn(self, mode: ModeKeys, features: Any, labels: Any) -> EstimatorSpec:
-        torch.manual_seed(
-            self.config.tf_random_seed
-        )  # the same first weights in every mode and on every rank
+        # The same first weights in every mode and on every rank.
+        torch.manual_seed(self.config.tf_random_seed)
         named = {"labels": labels, "mode": mode, "params": self.params, "config": self.config}
         taken = inspect.signature(self._model_fn).parameters
         spec = self._model_fn(features, **{name: value for name, value in named.items() if name in taken})
@@ -340,7 +342,14 @@ class Estimator:
     def _for_pass(self, mode: ModeKeys, batches: Batches) -> tuple[Trainer, EstimatorSpec]:
         """The mode's own Trainer, with the weights that were trained; else with those of model_dir's newest checkpoint."""
         trained, latest = self._trained(), self._latest()
-        if trained is not None:
+        if trained is not None and trained.progress.passed_results is not None:
+            path, step = step_path(self.model_dir, trained.step), trained.step
+            if path not in map(os.fspath, list_checkpoints(self.model_dir)):
+                raise NoCheckpoint(
+                    path=path,
+                    reason=f"this job goes on from a later one, and {mode} of step {step} comes before it; leave the call out to go on",
+                )
+        elif trained is not None:
             path, step = str(trained.run_dir / f"estimator-{trained.number}"), trained.step
         elif latest is not None:
             path, step = latest.path, latest.position[1]
@@ -352,7 +361,8 @@ class Estimator:
             self._built[mode] = self._build(mode, batches)
         trainer, spec = self._built[mode]
         if self._held.get(mode) != (path, step):
-            if trained is not None and (path, step) not in self._held.values():
+            is_passed = trained is None or trained.progress.passed_results is not None
+            if trained is not None and not is_passed and (path, step) not in self._held.values():
                 trained.save(path)
             trainer.at_hand = batches
             trainer.load(path)
@@ -360,7 +370,7 @@ class Estimator:
         return trainer, spec
 
     def _validate_as_eval(self, trainer: Trainer, validation: Batches) -> None:
-        """Measure within fit what `evaluate` measures: by loss and metrics of mode EVAL."""
+        """Measure within fit what `evaluate` measures: loss and metrics of mode EVAL."""
         if ModeKeys.EVAL not in self._built:
             self._built[ModeKeys.EVAL] = self._build(ModeKeys.EVAL, validation)
         measured = self._built[ModeKeys.EVAL][0]
@@ -375,26 +385,41 @@ class Estimator:
         )
 
     def _trained(self) -> Trainer | None:
-        """The Trainer that has trained here, unless another Estimator has since gone on from what it saved."""
+        """The Trainer that has trained here, unless another Estimator has since continued from its checkpoint."""
         trainer = self._built[ModeKeys.TRAIN][0] if ModeKeys.TRAIN in self._built else None
         latest = self._latest()
         return trainer if latest is None or latest.trainer is trainer else None
 
     def _latest(self) -> _Trained | None:
-        """What this script has trained in model_dir. By the script's own account: in a launched job files may be newer."""
+        """Training of this script in model_dir. By the script's own record: in a launched job files may be newer."""
         return _LATEST.get(self.model_dir) if self._is_own_dir and jobs.current().launched else None
 
     def _newest_before_this_job(self) -> str | None:
-        """A worker that replaces another runs the script again: what its own job saved meanwhile is not where that began."""
-        job = jobs.current()
-        began = psutil.Process().create_time()
-        if job.launched and (config := job.run_dir / "config.json").exists():
-            began = float(json.loads(config.read_text())["started"])
+        """Newest checkpoint from before this job: a replacement worker runs the script again, and must
+        ignore those that its own job saved meanwhile.
+        """
+        return next((path for path, is_own in self._checkpoints() if not is_own), None)
+
+    def _newest_of_this_job(self) -> dict[str, Any] | None:
+        """Progress of the checkpoint that a resumed job goes on from, where this job wrote it."""
+        for path, is_own in self._checkpoints():
+            if is_own and jobs.current().resume:
+                with contextlib.suppress(
+                    CheckpointError
+                ):  # fit tells of a damaged one, and takes the one before it
+                    return open_checkpoint(path, verify=False).progress
+        return None
+
+    def _checkpoints(self) -> Iterator[tuple[str, bool]]:
+        """Those of model_dir, newest first, and whether this job wrote them, in any of its launches."""
+        job, began = jobs.current(), psutil.Process().create_time()
+        if job.launched and (events := job.run_dir / "events.jsonl").exists():
+            with events.open() as lines:
+                began = float(json.loads(next(lines, "{}")).get("time", began))
         for path in reversed(list_checkpoints(self.model_dir)):
             place = Place.at(path)
-            if place.fs.modified(place.file(MANIFEST)).timestamp() < began or not job.launched:
-                return os.fspath(path)
-        return None
+            is_own = job.launched and place.fs.modified(place.file(MANIFEST)).timestamp() >= began
+            yield os.fspath(path), is_own
 
     def _refuse_short_input(self, batches: Batches, last: int | None, start: tuple[int, int]) -> None:
         num_steps = batches.num_steps(jobs.current().num_data_ranks)

@@ -1,12 +1,11 @@
-"""System calls of Linux, each beside what takes its place on macOS.
+"""System calls of Linux, each beside its replacement on macOS.
 
-Chosen once, by whether this Python has Linux's calls. What replaces them is
-made of calls that both systems have, and `tests/portable` runs it on Linux
-by taking Linux's own calls away.
+Chosen once, by whether this Python has Linux's calls. The replacements use calls that both systems
+have, and `tests/portable` runs them on Linux by removing Linux's own calls.
 
     memfd                     an unlinked file
     pidfd                     a pipe that ends with the process
-    PR_SET_PDEATHSIG          a thread that looks for the parent
+    PR_SET_PDEATHSIG          a thread that polls the parent
     SOCK_SEQPACKET            a stream with the length before each packet
     SO_PEERCRED               LOCAL_PEERCRED
     abstract socket, O_PATH   a socket file in a private directory
@@ -17,6 +16,7 @@ by taking Linux's own calls away.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -42,9 +42,8 @@ IS_LINUX = hasattr(os, "memfd_create")
 
 def missing_calls() -> str | None:
     """Why no job can be launched here: a Python on Linux that was built without Linux's calls, whose fallbacks check less."""
-    if (
-        IS_LINUX or not sys.platform.startswith("linux") or hasattr(sys, "without_linux")
-    ):  # the last by tests/portable
+    # The last by tests/portable.
+    if IS_LINUX or not sys.platform.startswith("linux") or hasattr(sys, "without_linux"):
         return None
     return (
         f"this Python ({sys.executable}) was built for a Linux before 3.17 and lacks os.memfd_create, which processes of a job share "
@@ -58,11 +57,11 @@ MAX_SOCKET_PATH_BYTES = 107 if IS_LINUX else 103
 """sun_path holds one byte more, a zero."""
 
 CMSG_CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-"""Descriptors that arrive are not inherited. Where it is 0, `keep_from_children` does it, a moment later."""
+"""Descriptors that arrive are not inherited. Where it is 0, `keep_from_children` does it as soon as they are here."""
 
 LOOK_FOR_PARENT_EVERY_S = 0.1
 FINISH_PACKET_S = 30.0
-"""For the rest of a packet of which the receiver has taken a part."""
+"""Time for the rest of a packet that the receiver has begun to read."""
 
 _PR_SET_PDEATHSIG = 1
 _SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2  # <sys/un.h> of macOS
@@ -73,7 +72,7 @@ _XUCRED = struct.Struct("IIh2x16I")  # version, user, number of groups, groups
 
 
 def anonymous_file(name: str, *, can_seal: bool = False) -> int:
-    """An empty file that nobody finds: in RAM under Linux, where `name` is what /proc/PID/maps shows."""
+    """An empty unlinked file: in RAM under Linux, where `name` is shown by /proc/PID/maps."""
     if IS_LINUX:
         return os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if can_seal else 0))
     return temporary_file(tempfile.gettempdir())
@@ -91,12 +90,12 @@ def temporary_file(directory: str | os.PathLike[str]) -> int:
 
 
 def read_only(fd: int) -> int:
-    """A second descriptor of an anonymous file: Linux lets nobody write through it, elsewhere its holders are trusted."""
+    """A second descriptor of an anonymous file: Linux makes it read-only, elsewhere its holders are trusted."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) if IS_LINUX else os.dup(fd)
 
 
 def allocate(fd: int, offset: int, num_bytes: int) -> None:
-    """Have the disk keep room, so that a later write through a mapping cannot fail. OSError where it is full."""
+    """Reserve disk space, so that a later write through a mapping cannot fail. OSError if the disk is full."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, offset, num_bytes)
         return
@@ -118,6 +117,21 @@ def use_huge_pages(memory: mmap.mmap, start: int = 0) -> None:
             memory.madvise(mmap.MADV_HUGEPAGE, start)
 
 
+_MADV_COLLAPSE = 25  # since Linux 6.1
+
+
+def move_to_huge_pages(address: int, num_bytes: int) -> None:
+    """Put memory that is in use into large pages, where the kernel has them and can. It waits for the copy."""
+    if not IS_LINUX:
+        return
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (address + num_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise(begin, size, mmap.MADV_HUGEPAGE)  # older kernels then do it by themselves, in time
+    madvise(begin, size, _MADV_COLLAPSE)
+
+
 # ---- processes --------------------------------------------------------------------------------------
 
 _lifelines: set[int] = set()  # ends of pipes that this process holds to its end, and its children must not
@@ -131,7 +145,7 @@ def fork() -> tuple[int, int]:
             return 0, -1
         try:
             return pid, os.pidfd_open(pid)  # before it is reaped, so its number cannot mean another process
-        except OSError:  # no descriptor is left: a child that nobody watches must not be
+        except OSError:  # no descriptor is left, and an unwatched child must not exist
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             raise
@@ -176,7 +190,7 @@ def send_signal(pid: int, ended: int, signum: int) -> None:
 def die_with_parent(
     parent_pid: int | None, signum: int = signal.SIGKILL, *, may_start_thread: bool = True
 ) -> None:
-    """Have `signum` sent here when the parent ends. Linux means the parent's *thread* that forked us."""
+    """Request `signum` when the parent ends. On Linux: when the parent's *thread* that forked this process ends."""
     if IS_LINUX:
         _libc().prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
     elif may_start_thread:
@@ -222,7 +236,7 @@ def start_of(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """True where a process was stopped by a signal or a debugger: the one kind of silence that is no work."""
+    """True if a process was stopped by a signal or a debugger: the one kind of silence that is not work."""
     if IS_LINUX:
         return _stat(pid)[:1] in (["T"], ["t"])
     return bool(_ask_psutil(pid, lambda process: process.status() in ("stopped", "tracing-stop"), False))
@@ -283,7 +297,7 @@ def cores() -> list[int]:
 
 
 def namespace() -> str:
-    """Processes that are told the same here mean the same by a process number, on one machine."""
+    """Identity of the pid namespace: processes with the same value agree on process numbers, on one machine."""
     return os.readlink("/proc/self/ns/pid") if IS_LINUX else "processes"
 
 
@@ -291,7 +305,7 @@ def namespace() -> str:
 
 
 def open_descriptors() -> list[int]:
-    """This process's, with one that was open only to list them."""
+    """Descriptors of this process, including the one used to list them."""
     return [int(name) for name in os.listdir("/proc/self/fd" if IS_LINUX else "/dev/fd") if name.isdecimal()]
 
 
@@ -306,7 +320,7 @@ def raise_open_files() -> tuple[int, int]:
 
 
 def socket_identity(fd: int) -> str:
-    """Which socket a descriptor leads to: another one's differs, also after the number was used again. "" for none."""
+    """Identity of a descriptor's socket: differs for another one, also after the number was reused. "" for none."""
     try:
         if IS_LINUX:
             # Not by its mode: a path to a socket, opened as a path, is no connection.
@@ -351,7 +365,7 @@ def _is_at_end(fd: int) -> bool:
 
 
 def keep_from_children(fds: Iterable[int]) -> None:
-    """Descriptors that came over a socket, where `CMSG_CLOEXEC` is no flag of this system."""
+    """Set close-on-exec on received descriptors, where `CMSG_CLOEXEC` does not exist."""
     if not CMSG_CLOEXEC:
         for fd in fds:
             os.set_inheritable(fd, False)
@@ -377,7 +391,7 @@ class Wakeup:
         if self._ends is None:
             os.eventfd_write(self._fd, 1)
         else:
-            with contextlib.suppress(BlockingIOError):  # full of wake-ups that were not seen yet
+            with contextlib.suppress(BlockingIOError):  # full of wake-ups that were not read yet
                 self._ends[1].send(b"\0")
 
     def clear(self) -> None:
@@ -422,7 +436,7 @@ def packet_socket(fd: int) -> socket.socket:
 
 
 def know_senders(sock: socket.socket) -> None:
-    """Before the first `receive_from`."""
+    """Enable sender credentials. Before the first `receive_from`."""
     if IS_LINUX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
@@ -430,8 +444,10 @@ def know_senders(sock: socket.socket) -> None:
 def receive_from(sock: socket.socket, max_bytes: int) -> bytes | None:
     """The next packet, which may be empty; None at the end. OSError where none has come."""
     if isinstance(sock, PacketStream):
-        return sock.next_packet()
-    # The end of the line has no sender. An empty packet has: it must not cost what was said after it.
+        packet = sock.next_packet()
+        sock.drop_descriptors()
+        return packet
+    # The end of the stream has no sender. An empty packet has one, and must not be taken for the end.
     packet, sender, _, _ = sock.recvmsg(max_bytes, socket.CMSG_SPACE(struct.calcsize("iII")))
     return packet if sender else None
 
@@ -439,8 +455,7 @@ def receive_from(sock: socket.socket, max_bytes: int) -> bytes | None:
 class PacketStream(socket.socket):
     """A stream socket with the length before each packet, so that send and recv keep its bounds.
 
-    Never reads past a packet: what has not been taken stays in the kernel,
-    where a selector sees it.
+    Never reads past a packet: unread bytes stay in the kernel, where a selector sees them.
     """
 
     _HEAD = struct.Struct("=I")
@@ -449,7 +464,8 @@ class PacketStream(socket.socket):
     def __init__(self, *, fileno: int) -> None:
         super().__init__(fileno=fileno)
         self._read, self._fds = bytearray(), array("i")
-        self._sending = threading.RLock()  # a signal's handler may send while its thread does
+        self._sending = threading.RLock()
+        self._is_within, self._later = False, list[bytes]()  # see `sendmsg`
 
     def next_packet(self, flags: int = 0) -> bytes | None:
         """The next one; None at the end. What came beside it is in `_fds`."""
@@ -459,7 +475,9 @@ class PacketStream(socket.socket):
             )
             for level, kind, rights in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    self._fds.frombytes(rights[: len(rights) - len(rights) % self._fds.itemsize])
+                    came = array("i", rights[: len(rights) - len(rights) % self._fds.itemsize])
+                    keep_from_children(came)
+                    self._fds += came
             if not data:
                 return None
             self._read += data
@@ -474,13 +492,16 @@ class PacketStream(socket.socket):
 
     def recvmsg(self, bufsize: int, ancbufsize: int = 0, flags: int = 0, /) -> Any:
         packet = self.next_packet(flags & ~CMSG_CLOEXEC)
+        if not ancbufsize:
+            self.drop_descriptors()
         fds, self._fds = self._fds, array("i")
-        keep_from_children(fds)
-        if fds and not ancbufsize:
-            for fd in fds:
-                os.close(fd)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())] if fds and ancbufsize else []
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())] if fds else []
         return (packet or b"")[:bufsize], rights, 0, None
+
+    def drop_descriptors(self) -> None:
+        """Close those that came beside the packet, as the kernel does where nobody asks for them."""
+        while self._fds:
+            os.close(self._fds.pop())
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
         data: bytes = self.recvmsg(bufsize, 0, flags)[0]
@@ -488,18 +509,41 @@ class PacketStream(socket.socket):
 
     def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None, /) -> int:
         data = b"".join(buffers)
-        view = memoryview(self._HEAD.pack(len(data)) + data)
+        packet = self._HEAD.pack(len(data)) + data
         with self._sending:
-            sent = super().sendmsg([view], ancdata, flags)
-            while sent < len(view):
-                # A part of a packet must not stay alone: the receiver waits for the rest of it.
-                poll = select.poll()
-                poll.register(self, select.POLLOUT)
-                if not poll.poll(FINISH_PACKET_S * 1000):
-                    raise ConnectionError(f"the receiver did not take a packet within {FINISH_PACKET_S:g} s")
-                with contextlib.suppress(BlockingIOError):
-                    sent += super().send(view[sent:], socket.MSG_DONTWAIT)
-        return len(data)
+            if self._is_within:
+                # A signal's handler, between two parts of a packet of its own thread: the rest of that one goes first.
+                if ancdata:
+                    raise BlockingIOError(errno.EAGAIN, "descriptors cannot be sent by a signal's handler")
+                self._later.append(packet)
+                return len(data)
+            while True:
+                self._is_within = True
+                try:
+                    if packet:
+                        self._send_whole(packet, ancdata, flags)
+                    while self._later:
+                        self._send_rest(memoryview(self._later[0]))
+                        del self._later[0]
+                finally:
+                    self._is_within = False
+                if not self._later:  # a handler may have come after the last look
+                    return len(data)
+                packet = b""
+
+    def _send_whole(self, packet: bytes, ancdata: Any, flags: int) -> None:
+        sent = super().sendmsg([packet], ancdata, flags)
+        self._send_rest(memoryview(packet)[sent:])
+
+    def _send_rest(self, rest: memoryview) -> None:
+        while rest:
+            # A packet must be completed once begun: the receiver waits for the rest of it.
+            poll = select.poll()
+            poll.register(self, select.POLLOUT)
+            if not poll.poll(FINISH_PACKET_S * 1000):
+                raise ConnectionError(f"the receiver did not take a packet within {FINISH_PACKET_S:g} s")
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[super().send(rest, socket.MSG_DONTWAIT) :]
 
     def send(self, data: Any, flags: int = 0, /) -> int:
         return self.sendmsg([data], (), flags)
@@ -509,9 +553,9 @@ class PacketStream(socket.socket):
 
 
 def way_to(listener: socket.socket, path: Path) -> int:
-    """A descriptor that leads those who are given it to the socket at `path`, and to nobody else; see `path_of_way`.
+    """A descriptor through which only its holders can reach the socket at `path`; see `path_of_way`.
 
-    Linux takes the name away at once; elsewhere the directory of `path` goes with the listener.
+    Linux removes the name at once; elsewhere the directory of `path` goes with the listener.
     """
     if IS_LINUX:
         way = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -524,12 +568,12 @@ def way_to(listener: socket.socket, path: Path) -> int:
 
 
 def path_of_way(way: int) -> str:
-    """Where to connect to."""
+    """Path to connect to through such a descriptor."""
     return f"/proc/self/fd/{way}" if IS_LINUX else os.fsdecode(os.pread(way, 4096, 0))
 
 
 def close_way(way: int) -> None:
-    """Close the descriptor that `way_to` gave, with its directory where there still is one."""
+    """Close a descriptor of `way_to`, with its directory if there still is one."""
     if not IS_LINUX:
         shutil.rmtree(os.path.dirname(path_of_way(way)), ignore_errors=True)
     os.close(way)
@@ -543,7 +587,7 @@ def _remove(directory: Path, owner_pid: int) -> None:
 def address_of(name: str) -> str:
     """Address of the Unix socket that processes of this user know by `name`."""
     if IS_LINUX:
-        return f"\0{name}"  # in the kernel's own name space, which no file is left of
+        return f"\0{name}"  # in the kernel's own namespace, which leaves no file behind
     directory = Path("/tmp", f"shoal-{os.getuid()}")  # not TMPDIR: its path may fill that of a socket
     directory.mkdir(mode=0o700, exist_ok=True)
     found = os.lstat(directory)

@@ -115,7 +115,7 @@ def test_neighbours_are_one_range_and_former_launches_are_told_apart(tmp_path: P
     rest = RangesTrained(call=1, rank=1, epoch=0, ranges=[(500, 1000), (200, 300), (300, 500)])
     found = written(tmp_path, kept, rest, EpochLeased(call=1, epoch=0, num_samples_twice=0))
     assert list(runs.ledger_ranges(found)) == [
-        "epoch 1: all 1,000 samples trained exactly once; 50 trained again from a checkpoint before them",
+        "epoch 1: all 1,000 samples trained exactly once; 50 trained again from an earlier checkpoint or the beginning",
         "  0..199  launch 1, rank 0",
         "  200..299  launch 2, rank 1",
         "  300..349  launch 1, rank 2",

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from invoking import Shoal
+from rich.console import Console
 
+from shoal.cli.inspect.status import _list_table
 from shoal.cluster.launch.run_directory import RunDirectory
 from shoal.config.launch import HostFacts, RunConfig, Versions
 from shoal.observe import runs
+from shoal.observe.live import look
 
 MakeRun = Callable[..., RunDirectory]
 
@@ -80,6 +85,38 @@ def test_status_lists_every_run_with_its_numbers(shoal: Shoal, make_run: MakeRun
     assert head == ["run", "state", "strategy", "workers", "step", "loss", "samples/s", "started"]
     assert two[:7] == ["two", "alive", "single", "1", "-", "-", "-"]
     assert first[:7] == ["one", "alive", "ddp", "2", "2", "1.5", "-"]
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_names(make_run: MakeRun, width: int) -> None:
+    with make_run("train-1") as one, make_run("a-name-of-thirty-one-characters"):
+        write_steps(one, {"step": 375, "loss": 0.0742737, "samples": 8})
+        found = [runs.read(one.path.parent / name) for name in runs.names(one.path.parent)]
+    screen = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    with screen.capture() as captured:
+        screen.print(_list_table(found, width))
+    shown = captured.get()
+    assert "…" not in shown
+    assert "train-1" in shown
+    assert "a-name-of-thirty-one-characters" in "".join(
+        line.split()[0] for line in shown.split("\n") if line.strip()
+    )
+    assert "state" in shown
+
+
+def test_the_steps_of_an_evaluation_are_not_those_of_the_training(make_run: MakeRun) -> None:
+    with make_run("click") as run:
+        write_steps(run, {"step": 375, "loss": 0.07, "samples": 8})
+        (run.path / "activity").mkdir(exist_ok=True)
+        begun = time.time()
+        lines: list[dict[str, object]] = [
+            {"at": begun, "step": 319, "phase": "fit", "epoch": 3, "num_epochs": 3, "num_steps": 375, "loss": 0.08},
+            {"at": begun + 1, "step": 375, "phase": "evaluate", "epoch": 0, "num_steps": 1, "loss": None},
+        ]  # fmt: skip
+        text = "\n".join(json.dumps(line | {"process": "worker-0", "interval_s": 1.0}) for line in lines)
+        (run.path / "activity" / "worker-0.jsonl").write_text(text + "\n")
+        now = look(run.path, begun + 1)
+    assert (now.step, now.num_steps, now.epoch, now.loss) == (375, 375, 3, 0.07)
 
 
 def test_no_runs_are_no_error(shoal: Shoal) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,3 +227,45 @@ def test_estimators_of_one_launched_script_share_their_model_dir(
 def test_bad_input_of_an_estimator_is_one_paragraph(run: Callable[[], object], said: str) -> None:
     with pytest.raises((ConfigError, NoCheckpoint), match=said):
         run()
+
+
+TWO_TRAINS = """
+import shoal, torch
+from pathlib import Path
+from shoal.estimator import Estimator, EstimatorSpec, RunConfig
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+data = lambda: shoal.Dataset.from_arrays((x, x.sum(1, keepdim=True))).repeat().batch(8)
+def model_fn(features, mode):
+    return EstimatorSpec(mode=mode, model=torch.nn.Linear(4, 1), loss="mse", optimizer=lambda p: torch.optim.Adam(p, 0.1))
+class Cut(shoal.callbacks.Callback):
+    def on_step_end(self, trainer, logs):
+        if trainer.step == 7 and Path("cut").exists():
+            raise RuntimeError("cut")
+estimator = Estimator(model_fn, model_dir="model", config=RunConfig(save_checkpoints_steps=1))
+estimator.train(data, steps=3)
+early = estimator.evaluate(data, steps=2)
+estimator.train(data, steps=2)
+estimator.train(data, max_steps=9, hooks=[Cut()])
+measured = estimator.evaluate(data, steps=2)
+if shoal.rank() == 0:
+    print("measured", {**measured, "early": early["loss"], "early_step": early["global_step"]})
+"""
+
+
+def test_a_resumed_estimator_passes_over_the_trains_it_has_done(
+    launch_script: Callable[..., Launched], tmp_path: Path
+) -> None:
+    (tmp_path / "cut").touch()
+    assert launch_script(TWO_TRAINS, workers=2, name="whole").exit_code == 1
+    (tmp_path / "cut").unlink()
+    done = launch_script(TWO_TRAINS, workers=1, name="whole", resume=True)
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    resumed = next(line for line in done.stdout.splitlines() if line.startswith("measured"))
+    assert "'global_step': 9.0" in resumed
+    shutil.rmtree(tmp_path / "model")
+    whole = launch_script(TWO_TRAINS, workers=1, name="once")
+    values = [
+        ast.literal_eval(line.removeprefix("measured "))
+        for line in (resumed, whole.stdout.strip().splitlines()[-1])
+    ]
+    assert values[0] == pytest.approx(values[1], rel=1e-4)

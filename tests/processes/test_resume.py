@@ -242,6 +242,24 @@ def test_calls_between_two_fits_have_the_results_that_they_had_before_the_stop(
     assert "what it wrote is left as it is" in resumed.stderr
 
 
+def test_a_resumed_script_with_two_trainers_gives_neither_the_weights_of_the_other(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    script = Path(__file__).parent / "scripts" / "two_trainers.py"
+    for name, stop in (("whole", None), ("cut", 4), ("cut", None)):
+        out = tmp_path / f"out-{name}"
+        out.mkdir(exist_ok=True)
+        (tmp_path / "stop").write_text(str(stop)) if stop else (tmp_path / "stop").unlink(missing_ok=True)
+        resume = (tmp_path / f"runs/{name}").exists()
+        done = launch_script(script, workers=2, name=name, args=(str(out),), resume=resume)
+        assert done.exit_code == 0, done.stderr
+    for fold in range(2):
+        whole, cut = (
+            load_file(tmp_path / f"out-{name}/fold-{fold}/model.safetensors") for name in ("whole", "cut")
+        )
+        assert all(torch.equal(whole[key], cut[key]) for key in whole), fold
+
+
 def test_predictions_between_two_fits_that_were_not_kept_are_refused(
     launch_script: Launch, tmp_path: Path
 ) -> None:

@@ -181,7 +181,7 @@ def test_a_dropped_line_is_counted_and_its_interval_is_told_with_the_next() -> N
     try:
         for step in (1, 2):
             recorded.done(step, 16)
-            sampler._tell()
+            sampler._send_line()
     finally:
         sampler.close()
     assert [line["steps"] for line in lines] == [1, 2, 2]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import bdb
+import io
 import subprocess
 import sys
 import textwrap
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import shoal
+from shoal.config import job as jobs
 from shoal.errors import ConfigError, DataError
 from shoal.runtime import serialization as plain
 from shoal.runtime.user_frames import Elsewhere, calling_line, hide_ours
@@ -94,3 +101,48 @@ def test_plain_python_prints_the_users_lines_alone_unless_asked_for_all(tmp_path
     assert told.count(f'File "{script}"') == 2
     assert told.endswith("KeyError: 'theirs'\n")
     assert "serialization.py" in printed("-X", "dev")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: shoal.Trainer(None, optimiser="adam"), "did you mean optimizer=? Trainer takes model, loss"),  # type: ignore[call-arg, arg-type]
+        (lambda: shoal.Trainer.fit(None, 1, num_epochs=3), "did you mean epochs=? Trainer.fit takes data"),  # type: ignore[call-arg, arg-type]
+        (lambda: shoal.Trainer(None, learning_rate=1.0), "did you mean lr=?"),  # type: ignore[call-arg, arg-type]
+        (
+            lambda: shoal.callbacks.StopAtConvergence(patience=3),
+            "StopAtConvergence takes steps, min_delta, smoothing",
+        ),  # type: ignore[call-arg]
+    ],
+)
+def test_an_unknown_argument_is_answered_with_the_one_that_was_meant(
+    call: Callable[[], object], said: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    for _ in range(2):  # an error may be shown more than once
+        hide_ours(caught.value)
+    assert said in "".join(traceback.format_exception(caught.value))
+    assert len(caught.value.__notes__) == 1
+
+
+def test_other_peoples_calls_get_no_hint() -> None:
+    with pytest.raises(TypeError) as caught:
+        _Calls(value=1.0)  # type: ignore[call-arg]
+    hide_ours(caught.value)
+    assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(EOFError("EOF when reading a line"), "-n 1"), (bdb.BdbQuit(), "--debug-rank 0")]
+)
+def test_several_workers_without_a_terminal_are_told_so(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hide_ours(error)
+    assert not hasattr(error, "__notes__")  # one process reads what is typed
+    monkeypatch.setattr(jobs, "_current", jobs.Job(name="job", run_dir=tmp_path, num_workers=2))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    hide_ours(error)
+    [note] = error.__notes__
+    assert said in note

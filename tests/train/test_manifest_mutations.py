@@ -30,8 +30,8 @@ WRONG = ["x", None, -1, 10**20, {}, {"$float": []}, REMOVED]
 FREE = re.compile(
     r"^(shoal|torch)$"  # who wrote it, for people
     r"|^progress\.(seed|strategy|num_workers)$|^progress\.data\b"
-    r"|^progress\.(skipped_steps|histories|results|position\.(next_index|samples|loss_|measured_at|weights|stretch))"
-    r"|^progress\.fit\.first_"
+    r"|^progress\.(skipped_steps|firsts|histories|results|position\.(next_index|samples|loss_|measured_at|weights|stretch))"
+    r"|^progress\.fit\.(first_|trainer$)"
     r"|^progress\.optimizer\.(numbers|groups\.0\.settings)|^progress\.(scheduler|callbacks|leases|loss_scale)"
 )
 """Fields that have several right values, or may be missing: of a wrong one that is of the right kind nobody can know."""

@@ -751,3 +751,25 @@ def test_parts_of_the_command_line_and_of_the_script_that_differ_are_refused(
     trainer(mlp(), accumulate=4)
     with pytest.raises(ConfigError, match=r"--accumulate 4 and accumulate=2 .* contradict"):
         trainer(mlp(), accumulate=2)
+
+
+def test_a_model_with_a_train_of_its_own_goes_through_it_before_the_first_step() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+        def train(self, mode: bool = True) -> Frozen:
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.layer(x))  # type: ignore[no-any-return]
+
+    model = Frozen()
+    trainer = shoal.Trainer(
+        model, loss=nn.MSELoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1), progress=False
+    )
+    trainer.fit(shoal.Dataset.from_arrays((torch.randn(8, 2), torch.randn(8, 2))).batch(4))
+    assert model.norm.num_batches_tracked == 0

@@ -1,4 +1,4 @@
-"""`shoal coordinator`, `shoal worker` and `shoal server`: each role of a job as a service that somebody else supervises."""
+"""`shoal coordinator`, `shoal worker` and `shoal server`: each role of a job as a service under another supervisor."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def coordinator(
         asked = _continued(path, asked)
     state = Health("coordinator")
     with serving(state, health, _figures_of(path)) as url:
-        _tell(url)
+        _print_health_url(url)
         result = launch(asked, set_title=True, health=state)
     leave(result)
 
@@ -230,7 +230,7 @@ def serve(
 
     state = Health(role)
     with serving(state, health) as url:
-        _tell(url)
+        _print_health_url(url)
         code, error = opening.join(
             address,
             key_file=str(join_key_file) if join_key_file else None,
@@ -246,7 +246,7 @@ def serve(
     raise typer.Exit(code)
 
 
-def _tell(url: str) -> None:
+def _print_health_url(url: str) -> None:
     if url:
         typer.echo(f"shoal: health at {url}/healthz, /readyz and /metrics", err=True)
 

@@ -19,6 +19,7 @@ from shoal.errors import Interrupted, ScriptFailed, ShoalError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from shoal.cluster.launch.api import RunResult
 
@@ -225,6 +226,30 @@ def console() -> Console:
 
     terminal = Console(highlight=False, markup=False)
     return terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
+
+
+def fitted_table(columns: dict[str, list[Any]], width: int, *, expendable: tuple[str, ...]) -> Table:
+    """Cells by column, numbers to the right. A narrow terminal gets fewer columns, and those whole; the first is wrapped, never cut."""
+    from rich import box
+    from rich.table import Table
+
+    kept = dict(columns)
+    widths = {name: max(len(name), *map(len, cells)) + 3 for name, cells in columns.items()}
+    for name in expendable:
+        if sum(widths[each] for each in kept) > width:
+            del kept[name]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, (name, cells) in enumerate(kept.items()):
+        is_number = any(str(cell)[:1].isdigit() for cell in cells) and name not in ("started", "")
+        table.add_column(
+            name,
+            justify="right" if index and is_number else "left",
+            no_wrap=bool(index and name),
+            overflow="fold",
+        )
+    for row in zip(*kept.values(), strict=True):
+        table.add_row(*row)
+    return table
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

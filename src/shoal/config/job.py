@@ -1,7 +1,7 @@
 """The job of this process, and its rank in it.
 
-A worker's launcher calls `enter` before the script starts; under plain
-`python train.py` nobody does, and the process is rank 0 of 1.
+A worker's launcher calls `enter` before the script starts; under plain `python train.py` nothing
+does, and the process is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class VerifyPlan:
     """"float64" or "float32": model and floating inputs are cast to it."""
 
     num_steps: int
-    """The first fit (or custom loop) ends after so many steps, and with it the script."""
+    """The first fit (or custom loop) ends after this many steps, and with it the script."""
 
     dump_to: str
     """Directory where rank 0 writes state.safetensors and report.json."""
@@ -66,7 +66,7 @@ class TaskPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(ParallelOptions):
-    """Everything a process is told of its job at birth."""
+    """Everything a process knows about its job at its start."""
 
     name: str
     """The run's name; also in the process title."""
@@ -222,18 +222,22 @@ def enter(job: Job) -> None:
 
 
 def current() -> Job:
-    """The job of this process; rank 0 of 1 when nobody launched it."""
+    """The job of this process; rank 0 of 1 without a launcher."""
     global _current
     if _current is None:
         _join_world()
         script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python"
         run_dir = Path("runs") / (script or "python")
-        while (
-            run_dir / "config.json"
-        ).exists():  # of `shoal run --name`: its checkpoints and metrics are its own
+        # Of `shoal run --name`: its checkpoints and metrics are its own.
+        while (run_dir / "config.json").exists():
             run_dir = run_dir.with_name(f"{run_dir.name}-python")
         _current = Job(name=run_dir.name, run_dir=run_dir)
     return _current
+
+
+def has_several_workers() -> bool:
+    """Whether this process was launched as one of several. Makes no job where there is none."""
+    return _current is not None and _current.num_workers > 1
 
 
 def share() -> Job:
@@ -269,8 +273,8 @@ def refuse_others(env: Mapping[str, str] = os.environ) -> None:
 def _join_world() -> None:
     """Hand a script that another launcher started several times over to `shoal run --on`, in this process.
 
-    Nothing was trained yet, so the script begins anew there. One that has a process group already, or is a module or no
-    file, cannot, and is refused.
+    Nothing was trained yet, so the script begins anew there. A script that has a process group
+    already, or is a module or no file, cannot, and is refused.
     """
     world = world_of(os.environ)
     if world is None:

@@ -1,10 +1,9 @@
 """Private random generators for user code: its draws become a function of (seed, epoch, position).
 
-A user's dataset, transform or sampler draws from the global generators of
-torch, numpy and Python. Left alone, what it gets depends on everything drawn
-before, and a run that was killed and resumed would see other data. Here those
-generators are exchanged for private ones while foreign code runs. Decides
-nothing about shuffling, which needs no generator at all.
+A user's dataset, transform or sampler draws from the global generators of torch, numpy and Python.
+Otherwise its draws would depend on everything drawn before, and a killed and resumed run would see
+other data. Here those generators are swapped for private ones while foreign code runs. Shuffling is
+not concerned: it needs no generator.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ import torch
 from shoal.runtime.seeds import mix
 
 _exchanging = threading.RLock()
-"""There is one set of global generators in a process: who has exchanged them keeps other threads from doing so."""
+"""The global generators are one set per process: a thread that has swapped them excludes others."""
 
 
-def _let_go() -> None:
+def _reset_after_fork() -> None:
     global _exchanging
     _exchanging = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_let_go)  # the thread that held it is not in the child
+os.register_at_fork(after_in_child=_reset_after_fork)  # the thread that held it does not exist in the child
 
 EXCHANGE_TIMEOUT_S = 1.0
-"""Time-out of the exchange. Code that holds the generators may itself wait for another thread, which then goes without."""
+"""Time-out of the swap. Code that holds the generators may itself wait for another thread, which then goes without."""
 
 
 class _Entered(threading.local):
@@ -126,12 +125,12 @@ class PrivateGenerators:
         number = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
         if (random.random(), np.random.random_sample(), number) != _first_numbers(self._seed):
             return True
-        self.reseed(self._seed)  # looking has drawn from them; as nobody else did, this undoes it
+        self.reseed(self._seed)  # the check itself has drawn from them; as nothing else did, this undoes it
         return False
 
 
 def own_the_generators() -> None:
-    """Say that this process only reads, so that nobody else in it uses the generators, whatever thread it came from."""
+    """Declare that this process only reads, so that nothing else in it uses the generators."""
     global _only_reads
     _only_reads = True
 
@@ -144,7 +143,7 @@ def _is_in_read_ahead() -> bool:
 
 
 def _is_left_alone() -> bool:
-    """True where the generators stay as they are: in a read-ahead thread, or after a time-out."""
+    """True where the generators are not swapped: in a read-ahead thread, or after a time-out."""
     return _is_in_read_ahead() or bool(_entered.locks and _entered.locks[-1] is None)
 
 

@@ -49,7 +49,7 @@ class Values:
     """The value of `by` at each position of a dataset's first epoch."""
 
     def __init__(self, source: Source, order: Order, by: By, *, caller: str) -> None:
-        """`caller` names who asks, as in "split(stratify=)"."""
+        """`caller` names the caller, as in "split(stratify=)"."""
         if order.varies or source.reorders:
             raise ConfigError(
                 f"{caller} comes after a shuffle, so each epoch would have other values at each position. Call it first, "
@@ -121,7 +121,7 @@ class Values:
         good = np.concatenate(parts[1:] or parts)
         if not self.is_bad.any():
             return good
-        # Bad samples are skipped when they are read; until then they go with the first good one.
+        # Bad samples are skipped when they are read; until then they are grouped with the first good one.
         array = np.full(num_samples, good[0] if len(good) else 0, dtype=good.dtype)
         array[~self.is_bad] = good
         return array
@@ -217,7 +217,7 @@ class SampleFilter:
             positions = range(begin, min(begin + (1 << 16), num_positions))
             wanted[integers(order.indices(positions, epoch))] = True
         wanted &= ~known
-        self._look(wanted, passes)
+        self._evaluate(wanted, passes)
         if order.varies:  # another epoch has them at other positions, or other samples
             self._known, self._passes = np.packbits(known | wanted), np.packbits(passes)
         kept = np.empty(num_positions, dtype=bool)
@@ -226,7 +226,7 @@ class SampleFilter:
             kept[begin:end] = passes[integers(order.indices(range(begin, end), epoch))]
         return kept
 
-    def _look(self, wanted: NDArray[np.bool_], passes: NDArray[np.bool_]) -> None:
+    def _evaluate(self, wanted: NDArray[np.bool_], passes: NDArray[np.bool_]) -> None:
         with PrivateGenerators(0) as generators:
             for begin in range(0, len(wanted), NUM_READ_AT_ONCE):
                 indices = begin + np.flatnonzero(wanted[begin : begin + NUM_READ_AT_ONCE])
@@ -245,7 +245,7 @@ class SampleFilter:
                 return
             except SkipSamples as found:
                 bad = np.array(list(found.bad), dtype=np.int64)
-                passes[bad] = True  # who reads it will skip it, and write that down
+                passes[bad] = True  # the reader will skip and record it
                 indices = np.setdiff1d(indices, bad)
 
     def _verdicts(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -312,7 +312,7 @@ def part_sizes(num_samples: int, parts: Sequence[float]) -> list[int]:
     shares = [num_samples * part for part in parts]
     sizes = [math.floor(share) for share in shares]
     num_wanted = math.floor(num_samples * total + _ROUNDING * max(num_samples, 1))
-    # The samples that rounding down left over go to those who lost most by it.
+    # Samples left over by rounding down go to the parts that lost most by it.
     by_remainder = sorted(range(len(parts)), key=lambda number: sizes[number] - shares[number])
     for number in by_remainder[: min(num_wanted, num_samples) - sum(sizes)]:
         sizes[number] += 1
@@ -334,12 +334,12 @@ def stratified(labels: NDArray[Any], sizes: Sequence[int], seed: int) -> NDArray
     if num_samples == 0:
         return part_of
     _, stratum = np.unique(labels, return_inverse=True)
-    # At random within a label, and the labels in random order: who sorts first has no better chance of any part.
+    # Random within a label, and labels in random order: no label is favoured in any part.
     label_order = Permutation(int(stratum.max()) + 1, seed=seed, epoch=1)
     keys = Permutation(num_samples, seed=seed)(np.arange(num_samples))
     left = np.lexsort((keys, label_order(stratum.astype(np.int64))))
     for number, size in enumerate(sizes):
-        # Evenly spread over what is left, which is sorted by label: every stretch of it gives its share.
+        # Spread evenly over the rest, which is sorted by label: every stretch of it gives its share.
         before = np.arange(len(left), dtype=np.int64) * size // max(len(left), 1)
         after = np.arange(1, len(left) + 1, dtype=np.int64) * size // max(len(left), 1)
         is_taken = after > before
@@ -355,7 +355,9 @@ def grouped(groups: NDArray[Any], sizes: Sequence[int], seed: int) -> NDArray[np
     """
     names, group_of, counts = np.unique(groups, return_inverse=True, return_counts=True)
     part_of_group = np.full(len(names), -1, dtype=np.int64)
-    lacking = np.append(np.array(sizes, dtype=np.int64), len(groups) - sum(sizes))  # the last is nobody's
+    lacking = np.append(
+        np.array(sizes, dtype=np.int64), len(groups) - sum(sizes)
+    )  # the last belongs to no part
     if len(names):
         for group in Permutation(len(names), seed=seed)(np.arange(len(names))).tolist():
             part = int(np.argmax(lacking))

@@ -1,9 +1,8 @@
-"""Codecs of pushes and pulls: numbers as they travel between a worker and a server.
+"""Codecs of pushes and pulls: encoding of numbers between a worker and a server.
 
-Without state, so a push that is sent again has the same bytes, and a killed
-worker leaves nothing behind; but for top-k, whose rest a worker keeps in
-`Compression` for its next push. The arithmetic is that of
-`collectives/compression`; what is summed and updated is in full precision.
+Stateless, so a repeated push has the same bytes, and a killed worker leaves nothing behind; except
+top-k, whose residual a worker keeps in `Compression` for its next push. The arithmetic is that of
+`collectives/compression`; sums and updates are in full precision.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Int8:
         if out.size:
             packed = torch.frombuffer(data, dtype=torch.uint8)
             flat = torch.from_numpy(out).reshape(-1)
-            flat.copy_(int8.unpack(packed, flat, _block(out.shape[1])))
+            int8.unpack(packed, flat, _block(out.shape[1]))
 
 
 class TopK:
@@ -149,7 +148,7 @@ class Compression:
         return encoded
 
     def heard(self, *, counts: bool) -> None:
-        """Where the last push did not count, as another worker's with the same batches did, its gradient is none of ours."""
+        """If the last push did not count, because another worker's with the same batches did, drop its residual."""
         before, self._before = self._before, {}
         if counts:
             return
@@ -158,7 +157,7 @@ class Compression:
             self._residuals.pop(chunk, None)
 
     def take_residuals(self) -> dict[int, Array]:
-        """What is left of gradients that were pushed in part; from now on it is the caller's."""
+        """Take the residuals of partial pushes; the caller owns them from now on."""
         residuals, self._residuals = self._residuals, {}
         return residuals
 

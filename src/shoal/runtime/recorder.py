@@ -3,16 +3,15 @@
     with recorder.COMPUTE:
         loss = strategy.forward_backward(part)
 
-A span costs two readings of the clock and a few writes into memory that is there
-already: no allocation, no lock, no I/O. Spans nest, and the sums are exclusive: a
-pull within a forward counts as pull and not as compute, so they add up to no more
-than the time that passed. Only the thread that called `own` records; a span on
-another thread (autograd's for a device, a reader) is left out.
+A span costs two readings of the clock and a few writes into preallocated memory: no allocation, no
+lock, no I/O. Spans nest, and the sums are exclusive: a pull within a forward counts as pull and not
+as compute, so they add up to no more than the elapsed time. Only the thread that called `own`
+records; a span on another thread (autograd's for a device, a reader) is ignored.
 
-A `Sampler` is the thread beside it: once a second it sends one line of what was
-done since the last one (`<run>/activity/<process>.jsonl`), and writes the spans that
-are new into `<run>/trace/<process>.<incarnation>.bin`. A disk or a supervisor that is
-slow or gone costs lines and spans, never a step.
+A `Sampler` is the thread beside it: once a second it sends one line of activity
+(`<run>/activity/<process>.jsonl`), and writes new spans into
+`<run>/trace/<process>.<incarnation>.bin`. A disk or a supervisor that is slow or gone costs lines
+and spans, never a step.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ CAPACITY = 1 << 15
 """Spans that are kept: at 8 a step, the newest 4,000 steps, in 768 KiB of memory and as much on disk."""
 
 MAX_DEPTH = 15
-FIRST_S = 0.1  # of the first lines, so that a job of half a second leaves some: servers are killed at its end
+FIRST_S = 0.1  # interval of the first lines, so that a job of half a second leaves some: servers are killed at its end
 EVERY_S = 1.0
 KEPT_INCARNATIONS = 8
 """Files of one process: a crash loop must not fill the disk."""
@@ -68,7 +67,7 @@ _KIND_SHIFT, _DEPTH_SHIFT, _STEP_MASK = 32, 40, (1 << 32) - 1
 class Recorder:
     """Spans and sums of one process. Written by one thread, read by the sampler's.
 
-    Sums only grow, so a reader that sees one of them a moment too early sees the rest the next time.
+    Sums only grow, so a reader that misses an update sees it the next time.
     """
 
     __slots__ = (
@@ -106,7 +105,7 @@ class Recorder:
         self.owner = get_ident()
 
     def base(self, span: Span | None) -> None:
-        """Count time outside of spans as this kind: in a loop of the script's own nobody says where compute begins."""
+        """Count time outside of spans as this kind: a script's own loop does not mark where compute begins."""
         if get_ident() == self.owner:
             now = monotonic_ns()
             self.spent[self.kinds[self.depth]] += now - self.since
@@ -114,7 +113,7 @@ class Recorder:
             self.kinds[0] = span.kind if span is not None else 0
 
     def done(self, step: int, samples: int) -> None:
-        """A step is over, in which this process computed so many samples."""
+        """End a step, in which this process computed this many samples."""
         self.step = step
         self.steps += 1
         self.samples += samples
@@ -177,7 +176,7 @@ READ, COMPUTE, EXCHANGE, PUSH, PULL, WAIT, APPLY, CHECKPOINT, STEP = (
 
 
 class Sampler:
-    """The thread that tells what the recorder has seen. `close` tells the rest."""
+    """Thread that sends the recorder's figures. `close` sends the rest."""
 
     def __init__(
         self,
@@ -199,20 +198,20 @@ class Sampler:
 
     def close(self) -> None:
         self._is_over.set()
-        self._thread.join(timeout=EVERY_S)  # a disk that hangs keeps nobody
+        self._thread.join(timeout=EVERY_S)  # a hanging disk must not block the exit
 
     def _run(self) -> None:
         every_s = FIRST_S
         while not self._is_over.wait(every_s):
             with contextlib.suppress(Exception):  # facts may change while they are read
-                self._tell()
+                self._send_line()
             every_s = min(2 * every_s, EVERY_S)
         with contextlib.suppress(Exception):
-            self._tell(ends=True)
+            self._send_line(ends=True)
         if self._trace is not None:
             self._trace.close()
 
-    def _tell(self, *, ends: bool = False) -> None:
+    def _send_line(self, *, ends: bool = False) -> None:
         before, now = self._before, self._now()
         line = self._line(before, now)
         if ends:
@@ -268,7 +267,7 @@ _sampler: Sampler | None = None
 
 
 def start(process: str, incarnation: int, *, run_dir: str | Path | None, send: Callable[[str], bool]) -> None:
-    """Record this thread, and tell about it once a second until `stop`. Called once, by the process's entry point."""
+    """Record this thread, and report once a second until `stop`. Called once, by the process's entry point."""
     global _sampler
     RECORDER.own()
     trace = trace_folder(run_dir) if run_dir is not None else None
@@ -287,7 +286,7 @@ def trace_folder(run_dir: str | Path) -> Path:
 
 
 def over(status_fd: int) -> Callable[[str], bool]:
-    """`send` by a status socket, which is never waited for."""
+    """`send` through a status socket, without ever waiting."""
     status = system.packet_socket(status_fd)
     status.setblocking(False)
 
@@ -307,9 +306,8 @@ def over(status_fd: int) -> Callable[[str], bool]:
 class TraceFile:
     """The newest spans of one process on disk: a header, then a ring of records.
 
-    The header says how many spans there were, so a reader knows where the ring
-    begins, and gives two readings of the clocks at one moment: spans are in
-    monotonic time, which differs from process to process and host to host.
+    The header has the number of spans, so a reader knows where the ring begins, and two clocks read
+    at one moment: spans are in monotonic time, which differs between processes and hosts.
     """
 
     def __init__(self, folder: Path, process: str, incarnation: int) -> None:
@@ -331,7 +329,7 @@ class TraceFile:
             )
 
     def write(self, recorder: Recorder) -> None:
-        """Write what is new, up to a whole ring of it. A full disk keeps the rest out."""
+        """Write new spans, up to a whole ring. On a full disk the rest is dropped."""
         if self._fd < 0:
             return
         ring, count = recorder.ring, recorder.count
@@ -365,7 +363,7 @@ class TraceFile:
 
 
 def _prune(folder: Path, process: str, incarnation: int) -> None:
-    """Remove files of incarnations long gone, and of later ones: those are an earlier launch's."""
+    """Remove files of old incarnations, and of later ones: those are an earlier launch's."""
     name = re.compile(rf"{re.escape(process)}\.(\d+)\.bin")
     for path in folder.iterdir():
         match = name.fullmatch(path.name)

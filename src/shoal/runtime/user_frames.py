@@ -1,18 +1,20 @@
 """User frames of a stack: the line that called shoal, and tracebacks without shoal's own frames.
 
-Somebody whose function raises wants to see that function and the line that led
-to it, not the dozen calls of ours in between.
+A user whose function raises wants to see that function and the line that led to it, not the dozen
+frames of shoal in between.
 """
 
 from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 from itertools import pairwise
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
+from shoal.config import job as jobs
 from shoal.errors import OtherLauncher, ShoalError
 
 _SHOAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -22,6 +24,10 @@ _LIBRARIES = (
     f"{os.sep}dist-packages{os.sep}",
     os.path.dirname(os.__file__) + os.sep,
 )
+
+_UNKNOWN_ARGUMENT = re.compile(r"^(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_ELSEWHERE = {"learning_rate": "lr", "criterion": "loss", "loss_fn": "loss", "callback": "callbacks"}
+"""Names of arguments in other libraries, and ours."""
 
 
 class UserLine(NamedTuple):
@@ -36,14 +42,14 @@ class UserLine(NamedTuple):
 
 
 class Elsewhere(Exception):
-    """Not an error of its own: the traceback, in the process where it was raised, of the error it is the cause of."""
+    """Internal: the traceback, from the process where it was raised, of the error that it is the cause of."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
 
 
 def is_ours(file: str) -> bool:
-    """Whether a frame in this file is of no interest to a user: shoal, or what starts a script."""
+    """Whether a frame in this file does not interest a user: shoal, or a script's launcher."""
     return file == _RUNPY or file.startswith(_SHOAL)
 
 
@@ -67,11 +73,10 @@ def last_user_line(error: BaseException) -> UserLine | None:
 
 
 def hide_ours(error: BaseException) -> None:
-    """Take our frames out of the tracebacks of an error and of those that led to it.
+    """Remove shoal's frames from the tracebacks of an error and of those that led to it.
 
-    What stands behind the user's last line is kept where it may be a mistake
-    of ours: not for our own errors, which are paragraphs, nor for what was
-    raised in another process.
+    Frames behind the user's last line are kept if they may show a bug of shoal: not for shoal's own
+    errors, which are paragraphs, nor for errors of another process.
     """
     seen: set[int] = set()
     chain = [error]
@@ -80,17 +85,48 @@ def hide_ours(error: BaseException) -> None:
         if id(at) in seen:
             continue
         seen.add(id(at))
+        _add_hint(at)
         is_told = isinstance(at, ShoalError) or isinstance(at.__cause__, Elsewhere)
         at.__traceback__ = _trimmed(at.__traceback__, keep_last=not is_told)
         inner = at.exceptions if isinstance(at, BaseExceptionGroup) else ()
         chain += [other for other in (at.__cause__, at.__context__, *inner) if other is not None]
 
 
+def _add_hint(error: BaseException) -> None:
+    """Complete Python's own error where it came from a call of shoal's and says too little to somebody who is new to it."""
+    if getattr(error, "__notes__", ()):
+        return
+    if isinstance(error, TypeError) and (found := _UNKNOWN_ARGUMENT.search(str(error))):
+        owner, method, given = found.groups()
+        modules = (sys.modules.get("shoal"), sys.modules.get("shoal.callbacks"))
+        owners = [getattr(module, owner) for module in modules if hasattr(module, owner)]
+        called = getattr(owners[0], method, None) if owners else None
+        if called is not None:
+            import inspect
+            from difflib import get_close_matches
+
+            known = [name for name in inspect.signature(called).parameters if name != "self"]
+            close = get_close_matches(_ELSEWHERE.get(given, given), known, n=1)
+            meant = f"did you mean {close[0]}=? " if close else ""
+            error.add_note(
+                f"{meant}{owner}{'' if method == '__init__' else f'.{method}'} takes {', '.join(known)}"
+            )
+    elif not jobs.has_several_workers() or sys.stdin is None or sys.stdin.isatty():
+        return
+    elif isinstance(error, EOFError) and "when reading a line" in str(error):
+        error.add_note(
+            "several workers have no standard input: give the value as an argument of the script, or use -n 1"
+        )
+    elif type(error).__name__ == "BdbQuit":
+        error.add_note("breakpoint() of several workers has no terminal: use --debug-rank 0, or -n 1")
+
+
 def print_uncaught(kind: type[BaseException], error: BaseException) -> None:
-    """Print an error that nobody caught under plain python, without shoal's frames."""
+    """Print an uncaught error under plain python, without shoal's frames."""
     if isinstance(error, OtherLauncher):
-        # Every process of that launcher says it: the paragraph, and no traceback. Python leaves with this code.
-        # torch's hook, there once a process group is, collects sys.stderr and would lose it by the exit.
+        # Every process of that launcher prints it: the paragraph, without a traceback. Python exits with
+        # this code. torch's hook, installed with a process group, collects sys.stderr and would lose it by
+        # the exit.
         print(f"error: {error}", file=sys.__stderr__)
         raise SystemExit(error.exit_code)
     hide_ours(error)
@@ -105,7 +141,7 @@ def _trimmed(stack: TracebackType | None, *, keep_last: bool) -> TracebackType |
     ours = [is_ours(frame.tb_frame.f_code.co_filename) for frame in frames]
     last_outside = max((number for number, is_one in enumerate(ours) if not is_one), default=-1)
     if last_outside < 0 and any(frame.tb_frame.f_code.co_filename == _RUNPY for frame in frames):
-        return None  # the script never ran: a syntax error, say
+        return None  # the script never ran, for example after a syntax error
     kept = [
         TracebackType(None, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
         for number, frame in enumerate(frames)

@@ -1,8 +1,8 @@
 """Calls of the script into shoal: arguments are checked, and the call is numbered and compared between ranks.
 
-A replacement runs the script from the top; calls that the others have finished
-return their result, without work. In a plain `python train.py` signals and the
-progress display are handled here too; under `shoal run` by the supervisor.
+A replacement runs the script from the top; calls that the others have finished return their result,
+without work. In a plain `python train.py` signals and the progress display are handled here too;
+under `shoal run` by the supervisor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.config import strategy as strategies
 from shoal.config.choices import COMPRESSORS, MEASURED
 from shoal.config.job import Job
 from shoal.data.batches import Batches, as_batches
-from shoal.data.tree import Tree
+from shoal.data.slice import Slice
 from shoal.errors import BatchTooSmall, ConfigError, EmptyDataset
 from shoal.parallel.batch_dependence import refuse_gradient_hooks
 from shoal.parallel.parameter_file import ParameterFile
@@ -50,7 +50,7 @@ class Call:
     result: Any
 
     after: dict[str, Any] | None
-    """The state of what was called, as it was after the call."""
+    """State of the called object after the call."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Call:
         replay_log: ReplayLog | None,
         state_after: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        """`state_after` is asked at the call's end; a replacement stands there once it has passed the call."""
+        """`state_after` is read at the call's end; a replacement has that state once it has passed the call."""
         self._number, self._replay_log, self._state_after = number, replay_log, state_after
         self.is_over, kept = replay_log.begin_call(number) if replay_log is not None else (False, None)
         self.result, self.after = (kept["result"], kept["after"]) if kept is not None else (None, None)
 
     def end(self, result: R, *, kept: Any = None) -> R:
-        """The call is done; `kept` (by default the result itself) is what a replacement is given for it."""
+        """End the call; a replacement receives `kept` (by default the result itself) for it."""
         if self._replay_log is not None:
             after = self._state_after() if self._state_after is not None else None
             self._replay_log.end_call(
@@ -74,7 +74,7 @@ class Call:
 
 
 def next_number() -> int:
-    """The number of one more Trainer or loop: the same on every rank, since all run the same script."""
+    """Number for one more Trainer or loop: equal on every rank, since all run the same script."""
     return next(_numbers)
 
 
@@ -90,7 +90,7 @@ def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False)
     if batches.num_samples == 0:
         raise EmptyDataset(what=what)
     shard = _shard(what)
-    # By costs only what is trained: other data may lack the column.
+    # Balanced by costs only for training: other data may lack the column.
     if shard is not None and (what in ("fit", "setup") or not shard.startswith("balanced")):
         batches = batches.shard_unless_said(shard)
     job = jobs.current()
@@ -102,7 +102,7 @@ def batches_of(data: Any, *, what: str, seed: int, may_be_endless: bool = False)
 
 
 def _shard(what: str) -> str | None:
-    """The cut of batches where the script does not say; by measured speed where workers compute on different kinds."""
+    """Shares of batches if the script does not set them; by measured speed if workers compute on different devices."""
     job = jobs.current()
     if job.shard is None and what == "fit" and job.strategy == "ddp" and placement.of_job(job).is_mixed:
         return f"weighted={MEASURED}"
@@ -110,7 +110,7 @@ def _shard(what: str) -> str | None:
 
 
 def described(batches: Batches) -> str:
-    """Sizes, seeds and what filters chose: ranks that differ in them would train some samples twice and others never."""
+    """Sizes, seeds and filters' selections: ranks that differ in them would train some samples twice and others never."""
     stages = batches.describe().get("stages", [])
     seeds = [stage["seed"] for stage in stages if stage.get("seed") is not None]
     size = batches.batch_size(jobs.num_workers())
@@ -121,12 +121,12 @@ def described(batches: Batches) -> str:
     return f"{said}, shard={batches.sharding.describe()}" if batches.sharding.name else said
 
 
-def first_inputs(batches: Batches, num_workers: int) -> Callable[[], Tree]:
-    """Reads the inputs of a first part of the data, for a strategy that measures a model before it cuts it."""
+def first_slice(batches: Batches, num_workers: int) -> Callable[[], Slice]:
+    """Reads the first data, for a strategy that measures a model before it partitions it."""
 
-    def read() -> Tree:
+    def read() -> Slice:
         [part] = batches.slices(epoch=0, start=0, rank=0, num_workers=num_workers, stop=1)
-        return part.inputs
+        return part
 
     return read
 
@@ -137,7 +137,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 def build_model(
     given: nn.Module | Callable[[], nn.Module], *, seed: int, into: ParameterFile | None = None
 ) -> nn.Module:
-    """The model, or what its factory builds under `seed`, with its parameters in the file `into` where there is one."""
+    """The model, or the result of its factory under `seed`, with its parameters in the file `into` if given."""
     if not isinstance(given, nn.Module):
         torch.manual_seed(mix(seed))
         with into.building() if into is not None else contextlib.nullcontext():
@@ -199,7 +199,7 @@ def refuse_beside_step(training_step: Any, *, compile: bool, metrics: Any) -> No
 
 
 def refuse_as_optimizers(optimizers: Mapping[str, Any], *, is_step: bool, job: Job) -> None:
-    """Refuse what cannot be several optimizers of one Trainer, before anything is built."""
+    """Refuse invalid arguments for several optimizers of one Trainer, before anything is built."""
     name = strategies.parse(job.strategy)
     why = None
     if not is_step:
@@ -218,7 +218,7 @@ def refuse_as_optimizers(optimizers: Mapping[str, Any], *, is_step: bool, job: J
 
 
 def _build_as_one(given: Mapping[str, OptimizerFactory], model: nn.Module) -> torch.optim.Optimizer:
-    """One optimizer with the parameter groups of all: it leaves those alone whose parameters have no gradient."""
+    """One optimizer with the parameter groups of all: it skips parameters without a gradient."""
     known = dict(model.named_children())
     seen: dict[int, str] = {}
     whole: torch.optim.Optimizer | None = None
@@ -262,14 +262,14 @@ def turns_of(given: Any, model: nn.Module) -> list[Turn | None]:
 
 
 def refuse_hooks(job: Job, model: nn.Module) -> None:
-    """Refuse hooks on gradients that would act on parts of them; where a worker computes whole batches, they do not."""
+    """Refuse gradient hooks that would act on partial gradients; allowed where a worker computes whole batches."""
     name = strategies.parse(job.strategy)
     if job.num_workers > 1 and name.is_exact and job.sync_every is None:
         refuse_gradient_hooks(model, job.strategy, is_cut=name.axes is not None)
 
 
 def refuse_lookups(job: Job, model: nn.Module) -> None:
-    """Refuse tables of torch's own whose forward or backward depends on which rows a whole batch looks up."""
+    """Refuse torch's tables whose forward or backward depends on which rows a whole batch looks up."""
     name = strategies.parse(job.strategy)
     if job.num_workers == 1 or job.sync_every is not None:
         return
@@ -293,7 +293,7 @@ def refuse_lookups(job: Job, model: nn.Module) -> None:
 
 
 def device_of(job: Job, said: str | torch.device | None) -> torch.device:
-    """Device of this worker's model: the script's, or the job's. Refuses a device that is not there."""
+    """Device of this worker's model: the script's, or the job's. Refuses a missing device."""
     placed = placement.of_job(job, None if said is None else str(said))
     if (
         placed.accelerator is not None
@@ -330,7 +330,7 @@ OTHER_PRECISIONS = {
 
 
 def refuse_fp16(job: Job) -> None:
-    """Refuse a loss scale where no step is one decision of all ranks."""
+    """Refuse a loss scale where ranks do not decide a step together."""
     why = None
     if job.num_workers > 1 and not strategies.parse(job.strategy).is_exact:
         why = f"under '{job.strategy}' each worker's push is an update of its own: use ps, ddp or fsdp"
@@ -373,7 +373,7 @@ def asked_to_leave() -> str | None:
 
 @contextlib.contextmanager
 def signals_finish_the_step() -> Iterator[None]:
-    """Within it, the first Ctrl-C or SIGTERM asks the loop to leave and the second one interrupts."""
+    """Context in which the first Ctrl-C or SIGTERM asks the loop to leave and the second one interrupts."""
     global _asked
     job = jobs.current()
     if job.launched or job.task is not None or threading.current_thread() is not threading.main_thread():
@@ -398,11 +398,11 @@ def signals_finish_the_step() -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawn_here(job: Job, *, wanted: bool) -> Iterator[None]:
-    """Within it, draw what is reported, unless the supervisor does or the script does not want it."""
+    """Context that draws reported progress, unless the supervisor does or the script disabled it."""
     if job.launched or job.task is not None or not wanted or sys.stdout is None or sys.stderr is None:
         yield
         return
-    # A notebook's streams take text alone; a cell shows plain lines.
+    # A notebook's streams only take text; a cell shows plain lines.
     display = open_display(binary(sys.stdout), binary(sys.stderr))
 
     def show(progress: Progress) -> None:

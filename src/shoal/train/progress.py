@@ -1,20 +1,19 @@
 """Training progress: the position in the data, the values of each epoch, and the anchors of a fit.
 
-An anchor is the Trainer's own state, from which a replaced worker replays. It
-is noted before every step and before an epoch's end, so it must be cheap: small
-copies now, everything else when a replacement asks. Weights and optimizer state
-are not in it; the strategy hands those over.
+An anchor is the Trainer's own state, from which a replaced worker replays. It is recorded before
+every step and before an epoch's end, so it must be cheap: small copies now, everything else when a
+replacement asks. Weights and optimizer state are not in it; the strategy transfers those.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shoal.cluster.worker import session
 from shoal.errors import TrainingError
 from shoal.parallel.loss_scale import LossScale
 from shoal.runtime.serialization import from_plain, to_plain
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Position:
-    """A place in the data, and what was counted on the way there."""
+    """A position in the data, and the counts up to there."""
 
     epoch: int = 0
     next_index: int = 0
@@ -38,14 +37,14 @@ class Position:
 
     loss_count: float = 0.0
     measured_at: int = -1
-    """The step up to which the running epoch, whole or cut short, is in the history."""
+    """Step up to which the running epoch, complete or not, is in the history."""
 
     weights: list[float] = field(default_factory=list)
     """Shares by measured speed, and the step before which they were agreed on. Replaced, never changed in place."""
 
     weights_at: int = -1
     stretch: dict[str, Any] | None = None
-    """What each worker has had of the epoch since it, or this launch, began: start, samples and batches by rank."""
+    """Each worker's share of the epoch since it, or this launch, began: start, samples and batches by rank."""
 
 
 class History(Mapping[str, list[float]]):
@@ -90,11 +89,11 @@ BEFORE_A_STEP = LoopPlace()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitStart:
-    """The start of a fit: anew, from a checkpoint, or where the other workers are."""
+    """Start of a fit: from the beginning, from a checkpoint, or at the other workers' position."""
 
     history: History
     first: tuple[int, int]
-    """Epoch and step at which the fit had begun, from which its limits count."""
+    """Epoch and step at which the fit began, from which its limits count."""
 
     began_s: float
     """By the monotonic clock of this process."""
@@ -102,7 +101,7 @@ class FitStart:
     began_samples: int
     place: LoopPlace = BEFORE_A_STEP
     is_inherited: bool = False
-    """The others are in the midst of it, and this worker replaces one of them."""
+    """The others are inside the fit, and this worker replaces one of them."""
 
     leases: dict[str, Any] | None = None
     """Leases of a checkpoint of a relaxed strategy; see `leasing.py`."""
@@ -113,20 +112,20 @@ class FitStart:
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """Everything a Trainer has counted. The loop, checkpoints and anchors write here and nowhere else in the Trainer."""
+    """All counts of a Trainer. The loop, checkpoints and anchors write here and nowhere else in the Trainer."""
 
     position: Position = field(default_factory=Position)
     histories: list[History] = field(default_factory=list)
     """One per fit of the script, the running one last."""
 
     results: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
-    """Results of evaluate and predict(out=): how many fits there had been, the call with its data, and what it gave."""
+    """Results of evaluate and predict(out=): number of fits before it, the call with its data, and its result."""
 
     passed_results: list[tuple[int, str, dict[str, Any]]] | None = None
-    """While fits are passed over, because the checkpoint is of a later one: results of the calls before it."""
+    """While fits are skipped, because the checkpoint is of a later one: results of the calls before it."""
 
-    fit_first: tuple[int, int] = (0, 0)
-    """Epoch and step at which the running fit began; it may have been before a resume."""
+    firsts: list[tuple[int, int]] = field(default_factory=list)
+    """Epoch and step at which each fit of `histories` began; it may have been before a resume."""
 
     fit_began_s: float = 0.0
     fit_began_samples: int = 0
@@ -135,19 +134,19 @@ class TrainingProgress:
 
     newest_checkpoint: str | None = None
     last_line: dict[str, Any] | None = None
-    """The newest line of metrics.jsonl: rank 0 may die before it is written."""
+    """Newest line of metrics.jsonl: rank 0 may die before it is written."""
 
     data_description: dict[str, Any] = field(default_factory=dict)
     snapshot_steps: int | None = None
-    """Steps between two snapshots, as an earlier fit found them worth their cost."""
+    """Interval between snapshots, as chosen by an earlier fit."""
 
     def keep_result(self, call: str, result: dict[str, Any]) -> None:
         self.results.append((len(self.histories), call, result))
 
     def passed_result(self, call: str) -> dict[str, Any] | None:
-        """The result of a call that was made before the checkpoint a later fit goes on from; None: it is to be made now.
+        """Result of a call made before the checkpoint of a later fit; None: make the call now.
 
-        Its weights are gone: those here are the first ones, and the checkpoint's are later ones.
+        Its weights are gone: the present ones are initial, and the checkpoint's are later.
         """
         if self.passed_results is None:
             return None
@@ -155,7 +154,7 @@ class TrainingProgress:
         def same(results: list[tuple[int, str, dict[str, Any]]]) -> list[tuple[int, str, dict[str, Any]]]:
             return [each for each in results if each[:2] == (len(self.histories), call)]
 
-        # The same call may be made several times, of data that differ in what is not said of them.
+        # The same call may be made several times, with data that differ in undescribed ways.
         left = same(self.passed_results)[len(same(self.results)) :]
         if left:
             self.results.append(left[0])
@@ -167,8 +166,8 @@ class TrainingProgress:
         )
 
     def begin_fit(self, start: FitStart) -> None:
+        self.firsts[len(self.histories) :] = [start.first]
         self.histories.append(start.history)
-        self.fit_first = start.first
         self.fit_began_s, self.fit_began_samples = start.began_s, start.began_samples
 
 
@@ -176,13 +175,13 @@ class TrainingProgress:
 
 
 def note_anchor(trainer: Trainer, place: LoopPlace) -> None:
-    """Record an anchor, where the strategy keeps a replay log."""
+    """Record an anchor, if the strategy keeps a replay log."""
     if (replay_log := trainer.strategy.replay_log) is not None:
         replay_log.anchor(snapshot(trainer, place))
 
 
 def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[], dict[str, Any]]:
-    """All of the trainer's own state as it is now, put into plain values when it is asked for."""
+    """All of the trainer's own state at this moment, converted to plain values on demand."""
     progress, optimizer, scheduler = trainer.progress, trainer.strategy.optimizer, trainer.scheduler
     position = dataclasses.replace(progress.position)
     groups = [
@@ -193,7 +192,7 @@ def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[],
     scale = dataclasses.asdict(trainer.train_job.loss_scale) if trainer.train_job.loss_scale else None
     callbacks = [callback.state() for callback in trainer.callbacks]
     lengths = [len(history.epochs) for history in progress.histories]
-    results, passed = list(progress.results), progress.passed_results
+    results, passed, firsts = list(progress.results), progress.passed_results, list(progress.firsts)
     skipped, newest, line = progress.num_skipped_steps, progress.newest_checkpoint, progress.last_line
 
     def state() -> dict[str, Any]:
@@ -210,7 +209,7 @@ def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[],
             "histories": histories,
             "results": results,
             "passed_results": passed,
-            "first": list(progress.fit_first),
+            "firsts": firsts,
             "began_samples": progress.fit_began_samples,
             "elapsed_s": time.monotonic() - progress.fit_began_s,
             "skipped_steps": skipped,
@@ -222,7 +221,7 @@ def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[],
 
 
 def inherit(trainer: Trainer) -> FitStart | None:
-    """In a replaced worker: restore the anchor of the others' fit. None in everybody else."""
+    """In a replaced worker: restore the anchor of the others' fit. None in all others."""
     replay_log = trainer.strategy.replay_log
     given = replay_log.take_anchor() if replay_log is not None else None
     if given is None:
@@ -233,14 +232,13 @@ def inherit(trainer: Trainer) -> FitStart | None:
     progress.last_line = given["last_line"]
     trainer.train_metrics.reset()
     if trainer.train_metrics and progress.position.next_index:
-        print(
+        session.say_when_live(
             f"note: the training metrics of epoch {trainer.epoch + 1} lack what rank {trainer.rank} had seen of it "
-            "before it was replaced; its loss is whole",
-            file=sys.stderr,
+            "before it was replaced; its loss is whole"
         )
     return FitStart(
         history=running,
-        first=(given["first"][0], given["first"][1]),
+        first=progress.firsts[-1],
         place=LoopPlace(**given["place"]),
         began_s=time.monotonic() - given["elapsed_s"],
         began_samples=given["began_samples"],
@@ -249,7 +247,7 @@ def inherit(trainer: Trainer) -> FitStart | None:
 
 
 def restore(trainer: Trainer, given: dict[str, Any]) -> None:
-    """Bring the trainer to the state of another rank's at its snapshot."""
+    """Bring the trainer to the state of another rank's snapshot."""
     progress = trainer.progress
     for name, value in given["position"].items():
         setattr(progress.position, name, value)
@@ -263,6 +261,7 @@ def restore(trainer: Trainer, given: dict[str, Any]) -> None:
     for callback, state in zip(trainer.callbacks, given["callbacks"], strict=True):
         callback.load_state(state)
     progress.histories[:] = [History(epochs) for epochs in given["histories"]]
+    progress.firsts[:] = map(tuple, given["firsts"])
     progress.results[:] = map(tuple, given["results"])
     progress.passed_results = given["passed_results"]
     progress.num_skipped_steps = given["skipped_steps"]

@@ -61,7 +61,7 @@ from shoal.train.calls import (
     described,
     device_of,
     drawn_here,
-    first_inputs,
+    first_slice,
     next_number,
     refuse_as_optimizers,
     refuse_beside_step,
@@ -98,14 +98,14 @@ STRATEGY_NAMES = (
     ),
     *("state", "load"),
 )
-"""What the Trainer asks of a Strategy (shoal.parallel.protocol)."""
+"""Methods that the Trainer requires of a Strategy (shoal.parallel.protocol)."""
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """Settings of a Trainer, checked; nothing changes them."""
+    """Validated, immutable settings of a Trainer."""
 
     model: nn.Module | Callable[[], nn.Module]
     """The model, or a function that builds it under `seed`."""
@@ -141,7 +141,7 @@ class TrainerConfig:
     """Weights to begin with."""
 
     init_partial: bool
-    """Whether parts of the model that `init_from` has nothing for may stay as they were built."""
+    """Whether parts of the model missing in `init_from` may keep their initial values."""
 
     fast_dev_run: int
     """Batches of each pass, to try a script out; 0: all of them."""
@@ -150,7 +150,7 @@ class TrainerConfig:
     """The user's hyper-parameters: in the run directory and in checkpoints."""
 
     strategy: Callable[[Any], Strategy] | None
-    """A class of the user's own in the place of the launched strategy's."""
+    """A user's class that replaces the launched strategy."""
 
     step: dict[str, Any]
     """Settings of a step, by the names of TrainJob's fields."""
@@ -313,7 +313,7 @@ class Trainer:
             raise ConfigError(f"clip_norm must be positive, got {clip_norm!r}; leave it out for no clipping.")
         self.job = jobs.current()
         self.rank = self.job.rank
-        # A batch is cut over those that compute different parts of it.
+        # A batch is divided over ranks that compute different parts of it.
         self.data_rank, self.num_workers = self.job.data_rank, self.job.num_data_ranks
         self.config = TrainerConfig(
             model=model,
@@ -369,11 +369,11 @@ class Trainer:
         self._layers: list[LayerLine] = []
         self._logged: dict[str, float] = {}
         self.at_hand: Batches | None = None
-        """The data of the next call: pp follows the model on the first of them, to cut it."""
+        """Data of the next call: pp traces the model on its first samples, to partition it."""
 
-        self._fit_data: Batches | None = None  # of the fit that was last
+        self._fit_data: Batches | None = None  # data of the last fit
 
-    # ---- what a user calls -----------------------------------------------------------------------
+    # ---- public calls ----------------------------------------------------------------------------
 
     def fit(
         self,
@@ -608,7 +608,7 @@ class Trainer:
             )
         self.callbacks = given
 
-    # ---- what callbacks use ----------------------------------------------------------------------
+    # ---- for callbacks ---------------------------------------------------------------------------
 
     @property
     def position(self) -> Position:
@@ -664,11 +664,10 @@ class Trainer:
         """Put a value of your own into this step's line of metrics.jsonl."""
         self._logged[name] = value
 
-    # ---- what the loop uses ----------------------------------------------------------------------
+    # ---- for the loop ----------------------------------------------------------------------------
 
     @property
     def strategy(self) -> Strategy:
-        """The prepared strategy."""
         if self._strategy is None:
             self._strategy = self._create()
         if not self._is_prepared:
@@ -687,8 +686,8 @@ class Trainer:
 
     @property
     def local_model(self) -> nn.Module:
-        """The model as this worker holds it. Nothing is pulled, so pieces of it that were collected stay as they were."""
-        self.strategy  # builds it where model= is a function  # noqa: B018
+        """The model as this worker holds it. Nothing is pulled, so collected pieces of it stay unchanged."""
+        self.strategy  # builds it if model= is a function  # noqa: B018
         return self.train_job.model
 
     @property
@@ -770,7 +769,8 @@ class Trainer:
         if not is_cut or isinstance(self.config.model, nn.Module):
             self._prepare_model(strategy, build_model(self.config.model, seed=self.config.seed))
             return
-        # A rank of a mesh never has the whole model in memory: parameters are in a file until they are cut.
+        # A rank of a mesh never has the whole model in memory: parameters are in a file until they are
+        # partitioned.
         with ParameterFile(scratch.directory()).open() as file:
             model = build_model(self.config.model, seed=self.config.seed, into=file)
             if self.rank == 0 and (kept := file.kept_in_memory()) is not None:
@@ -779,13 +779,13 @@ class Trainer:
             file.settle(model)
 
     def _plan_dry_runs(self, verification: Verification, model: nn.Module) -> None:
-        from shoal.train.dry_run import DryRuns  # brings torch's tools for tracking memory
+        from shoal.train.dry_run import DryRuns  # imports torch's memory tracker
 
         runs = DryRuns(model, verification.plan.dry_runs)
 
         def run(strategy: Strategy) -> list[dict[str, Any]]:
             assert self.at_hand is not None
-            # In the script's own precision, which the step of a verification is not.
+            # In the script's own precision, unlike the step of a verification.
             job = replace(self.train_job, autocast=self.config.step["autocast"])
             return runs.run(job, self.at_hand, strategy.optimizer)
 
@@ -805,6 +805,8 @@ class Trainer:
                 settings["on_nonfinite"] = "skip"
             settings["num_micro"] = self.verification.plan.num_micro or settings["num_micro"]
         self._initialise(model)
+        if model.training and any(type(module).train is not nn.Module.train for module in _in_python(model)):
+            model.train()  # of its own (it keeps a BatchNorm at rest, say), which a new module has not been through
         self._layers = layer_lines(model)
         given = config.optimizer
         if isinstance(given, torch.optim.Optimizer):
@@ -820,7 +822,7 @@ class Trainer:
             seed=config.seed,
             number=self.number,
             control=self.control,
-            first_inputs=first_inputs(self.at_hand, self.num_workers) if self.at_hand is not None else None,
+            first_slice=first_slice(self.at_hand, self.num_workers) if self.at_hand is not None else None,
             **settings,
         )
         refuse_hooks(self.job, model)
@@ -849,7 +851,7 @@ class Trainer:
                 refuse_plateau_of_steps(self.job.sync_every)
 
     def _begin(self, kind: str, detail: str) -> Call:
-        """Number this call, make sure that all ranks make it, and get everything ready."""
+        """Number this call, check that all ranks make it, and prepare everything."""
         if self._fit is not None:
             raise ConfigError(
                 f"{kind} was called inside a running fit, on rank {self.rank}. Give validation_data= to fit, or use "
@@ -862,14 +864,14 @@ class Trainer:
         if self._strategy is None:
             self._strategy = self._create()
         call = Call(number, self._strategy.replay_log, lambda: snapshot(self)())
-        # Also where the call is over: the script's own variable may be all that still uses the model.
+        # Also if the call is over: the script's own variable may be the last user of the model.
         _ = self.strategy
         if call.after is not None:
             restore(self, call.after)
         return call
 
     def _note_passed(self, call: str) -> None:
-        """Say that a call writes nothing: the weights here are the first ones, and fits of the script are passed over."""
+        """Tell that a call writes nothing: the weights here are initial, and fits of the script are skipped."""
         if self.rank == 0:
             print(
                 f"note: {call} was made before the checkpoint that this job goes on from; what it wrote is left as it is",
@@ -902,12 +904,12 @@ class Trainer:
         return batches, self._begin(kind, described(batches))
 
     def _anew(self, batches: Batches) -> FitStart:
-        """Begin a fit where the one before it ended."""
+        """Begin a fit at the end of the previous one."""
         position = self.position
         position.loss_total = position.loss_count = 0.0
         self.train_metrics.reset()
         if batches.describe() != self.progress.data_description:
-            position.next_index = 0  # a place in other data means nothing in these
+            position.next_index = 0  # a position in other data is meaningless here
         return FitStart(
             history=History(),
             first=(position.epoch, position.step),
@@ -916,10 +918,14 @@ class Trainer:
         )
 
     def _resume_from(self, asked: str | None) -> str | None:
-        """A resumed job goes on from its newest checkpoint, and so does a restarted one that nobody hands state to."""
+        """A resumed job continues from its newest checkpoint, and so does a restarted one without a donor."""
         alone = self.job.incarnation > 0 and not (
             self.strategy.replay_log and self.strategy.replay_log.was_given_state
         )
-        # Fits before this one were passed over: the checkpoint is of it, or of a later one.
+        # Fits before this one were skipped: the checkpoint is of it, or of a later one.
         passing = self.progress.passed_results is not None
         return "auto" if asked is None and (self.job.resume or alone or passing) else asked
+
+
+def _in_python(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]

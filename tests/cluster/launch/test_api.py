@@ -45,6 +45,7 @@ def test_a_script_that_is_no_file_is_refused(
     with pytest.raises(ScriptNotFound) as refused:
         launch(LaunchConfig(script=typed))
     assert refused.value.guess == (None if typed == "." else "train.py")
+    assert ("is a folder" if typed == "." else "does not exist") in str(refused.value)
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 

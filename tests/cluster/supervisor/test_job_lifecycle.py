@@ -572,7 +572,7 @@ def test_once_results_were_let_go_a_death_takes_everybody_back_and_only_until_th
     job = running(2, RestartConfig(max_restarts=3))
     assert job.handle(ResultsDropped(0), 0.5) == []
     assert job.handle(ResultsDropped(1), 0.5) == []
-    lost = StateLost((), 1, 1, has_let_go=True, died=WorkerDeath(1, -9))
+    lost = StateLost((), 1, 1, has_dropped_results=True, died=WorkerDeath(1, -9))
     assert job.handle(WorkerExited(1, -9), 1.0) == [RollBack(lost), KillWorkers((0,)), KillServers(())]
     assert job.handle(WorkerExited(0, -9), 1.0) == [RestartAll({0: 1, 1: 1}, {})]
     for rank in range(2):
@@ -584,7 +584,7 @@ def test_a_replacement_that_was_started_just_before_results_were_let_go_takes_ev
     job = running(2, RestartConfig(max_restarts=3))
     job.handle(WorkerExited(1, -9), 1.0)
     job.handle(WorkerStarted(1, 1), 1.0)
-    assert job.handle(ResultsDropped(0), 1.1)[0] == RollBack(StateLost((), rank=1, has_let_go=True))
+    assert job.handle(ResultsDropped(0), 1.1)[0] == RollBack(StateLost((), rank=1, has_dropped_results=True))
 
 
 # ---- hosts ---------------------------------------------------------------------------------------

@@ -75,3 +75,15 @@ def test_a_line_leaves_out_what_nobody_knows() -> None:
         progress_text.line(Progress(0, 2, "evaluate", 0, None, 5, None, None, {}, 0, 0.0, None))
         == "evaluate  step 5"
     )
+
+
+def test_on_a_narrow_terminal_values_stay_whole_and_sentences_break_between_words() -> None:
+    epoch = "epoch 1/3 done  mean loss 0.4598  accuracy 0.8309  val_loss 0.2541  val_accuracy 0.9530"
+    assert progress_text.wrapped(epoch, 80).splitlines() == [
+        "epoch 1/3 done  mean loss 0.4598  accuracy 0.8309  val_loss 0.2541",
+        "  val_accuracy 0.9530",
+    ]
+    sentence = "starting train-2: importing torch, once for all workers"
+    assert progress_text.wrapped(sentence, 30).split() == sentence.split()
+    assert max(map(len, progress_text.wrapped(sentence, 30).splitlines())) <= 30
+    assert progress_text.wrapped('  File "a.py", line 3\nshort', 10) == '  File "a.py", line 3\nshort'

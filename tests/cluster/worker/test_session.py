@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -126,3 +127,17 @@ def test_who_was_asked_to_leave_waits_for_nobody(supervisor: socket.socket) -> N
 def test_a_wish_to_stop_is_heard() -> None:
     session.request_stop("SIGINT")
     assert session.stop_requested() == "SIGINT"
+
+
+def test_a_note_of_a_replacement_is_printed_once_its_output_is_shown(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        session.attach(rank=1, status=theirs, live_output=(os.dup(1), os.dup(2)))
+        session.say_when_live("note: of the past")
+        assert capfd.readouterr().err == ""
+        session.live()
+        assert capfd.readouterr().err == "note: of the past\n"
+        session.say_when_live("note: of today")
+        assert capfd.readouterr().err == "note: of today\n"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shoal.cli.verb import fitted_table
 from shoal.cluster.supervisor.progress_text import duration
 from shoal.observe.live import ProcessNow, RunNow, look
 from shoal.observe.page import in_bytes
@@ -14,6 +16,7 @@ from shoal.observe.runs import RunState
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
     from rich.text import Text
 
 BAR = 24
@@ -48,7 +51,7 @@ def watch(path: Path, console: Console) -> None:
         with Live(console=console, auto_refresh=False, transient=False) as screen:
             while True:
                 now = look(path)
-                screen.update(draw(now, has_colours=True), refresh=True)
+                screen.update(draw(now, has_colours=True, width=console.width), refresh=True)
                 if now.state is not RunState.ALIVE:
                     return
                 time.sleep(1.0)
@@ -56,60 +59,31 @@ def watch(path: Path, console: Console) -> None:
         return
 
 
-def draw(now: RunNow, *, has_colours: bool) -> RenderableType:
-    from rich import box
+def draw(now: RunNow, *, has_colours: bool, width: int) -> RenderableType:
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     parts: list[RenderableType] = [Text(_headline(now))]
     workers = [each for each in now.processes if each.name.startswith("worker-")]
     servers = [each for each in now.processes if each.name.startswith("server-")]
     if workers:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("worker")
-        for name in ("step", "samples/s"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("where the time goes", no_wrap=True)
-        for name in ("comm", "cpu", "memory"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("")
-        for each in workers[:MAX_ROWS]:
-            spent = each.totals
-            table.add_row(
-                each.name.removeprefix("worker-"),
-                "-" if each.step is None else f"{each.step:,}",
-                f"{each.per_s(spent.samples):,.0f}",
-                bar(each, has_colours=has_colours),
-                f"{spent.share('exchange', 'push', 'pull', 'wait'):.0%}",
-                f"{each.per_s(spent.cpu_s):.0%}",
-                in_bytes(each.newest.get("rss_bytes")),
-                _remarks(each),
-            )
-        parts.append(table)
+        rows = [
+            {
+                "worker": each.name.removeprefix("worker-"),
+                "step": "-" if each.step is None else f"{each.step:,}",
+                "samples/s": f"{each.per_s(each.totals.samples):,.0f}",
+                "where the time goes": bar(each, has_colours=has_colours),
+                "comm": f"{each.totals.share('exchange', 'push', 'pull', 'wait'):.0%}",
+                "cpu": f"{each.per_s(each.totals.cpu_s):.0%}",
+                "memory": in_bytes(each.newest.get("rss_bytes")),
+                "": _remarks(each),
+            }
+            for each in workers[:MAX_ROWS]
+        ]
+        parts.append(_table(rows, width, ("comm", "cpu", "memory", "samples/s", "step")))
     if servers:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("server")
-        for name in ("busy", "requests/s", "queue", "in", "out", "slots", "replicas", "rows", "memory"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("")
-        for each in servers[:MAX_ROWS]:
-            working = each.totals.busy_s - each.totals.seconds.get("wait", 0.0)
-            rows = each.newest.get("rows")
-            table.add_row(
-                each.name.removeprefix("server-"),
-                f"{each.per_s(working):.0%}",
-                f"{each.newest.get('requests', 0) / (each.newest.get('interval_s') or 1):,.0f}",
-                f"{each.newest.get('queue_s', 0.0) * 1e3:.2f} ms",
-                in_bytes(each.per_s(each.totals.received_bytes)) + "/s",
-                in_bytes(each.per_s(each.totals.sent_bytes)) + "/s",
-                str(each.newest.get("slots", "-")),
-                str(each.newest.get("replicas", "-")),
-                f"{sum(rows.values()):,}" if isinstance(rows, dict) and rows else "-",
-                in_bytes(each.newest.get("rss_bytes")),
-                _remarks(each),
-            )
-        parts.append(table)
+        rows = [_server(each) for each in servers[:MAX_ROWS]]
+        parts.append(_table(rows, width, ("slots", "queue", "rows", "in", "out", "memory")))
     if workers:
         parts.append(_legend(workers, has_colours=has_colours))
     hidden = max(0, len(workers) - MAX_ROWS) + max(0, len(servers) - MAX_ROWS)
@@ -117,6 +91,33 @@ def draw(now: RunNow, *, has_colours: bool) -> RenderableType:
         parts.append(Text(f"{hidden} more processes; --json has all of them"))
     parts += [Text(f"note: {said}") for said in now.missing]
     return Group(*parts)
+
+
+def _server(server: ProcessNow) -> dict[str, Any]:
+    working = server.totals.busy_s - server.totals.seconds.get("wait", 0.0)
+    rows = server.newest.get("rows")
+    return {
+        "server": server.name.removeprefix("server-"),
+        "busy": f"{server.per_s(working):.0%}",
+        "calls/s": f"{server.newest.get('requests', 0) / (server.newest.get('interval_s') or 1):,.0f}",
+        "queue": f"{server.newest.get('queue_s', 0.0) * 1e3:.2f} ms",
+        "in": in_bytes(server.per_s(server.totals.received_bytes)) + "/s",
+        "out": in_bytes(server.per_s(server.totals.sent_bytes)) + "/s",
+        "slots": _slots(server.newest),
+        "rows": f"{sum(rows.values()):,}" if isinstance(rows, dict) and rows else "-",
+        "memory": in_bytes(server.newest.get("rss_bytes")),
+        "": _remarks(server),
+    }
+
+
+def _table(rows: list[dict[str, Any]], width: int, expendable: tuple[str, ...]) -> Table:
+    return fitted_table({name: [row[name] for row in rows] for name in rows[0]}, width, expendable=expendable)
+
+
+def _slots(newest: Mapping[str, Any]) -> str:
+    """Slots of a primary, and after "+" those of a replica."""
+    replicas = newest.get("replicas")
+    return f"{newest.get('slots', '-')}{f'+{replicas}' if replicas else ''}"
 
 
 def _headline(now: RunNow) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.options import AsJson, RunDir, complete_run
-from shoal.cli.verb import console
+from shoal.cli.verb import console, fitted_table
 from shoal.cluster.supervisor import progress_text
 from shoal.observe import runs
 
@@ -59,7 +59,8 @@ def status(
         if as_json:
             _print_json([run.facts() for run in found])
         elif found:
-            console().print(_list_table(found))
+            screen = console()
+            screen.print(_list_table(found, screen.width))
         else:
             typer.echo(f"no runs in {run_dir}")
         return
@@ -81,7 +82,7 @@ def status(
         if details["state"] is runs.RunState.ALIVE and screen.is_terminal and not once:
             live.watch(path, screen)
         else:
-            screen.print(live.draw(look(path), has_colours=screen.is_terminal))
+            screen.print(live.draw(look(path), has_colours=screen.is_terminal, width=screen.width))
 
 
 def _details(path: Path) -> dict[str, Any]:
@@ -111,39 +112,19 @@ def _details(path: Path) -> dict[str, Any]:
     }
 
 
-def _list_table(found: list[runs.Run]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column, side in {
-        "run": "left",
-        "state": "left",
-        "strategy": "left",
-        "workers": "right",
-        "step": "right",
-        "loss": "right",
-        "samples/s": "right",
-        "started": "left",
-    }.items():
-        # A name is typed again, so it is never cut: on a narrow terminal it takes several lines.
-        is_name = column == "run"
-        justify: Any = side
-        table.add_column(
-            column, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis"
-        )
-    for run in found:
-        table.add_row(
-            run.name,
-            _styled(run.state),
-            run.strategy or "-",
-            _shown(run.workers),
-            _shown(run.step),
-            _shown(run.loss),
-            _rate(run.samples_per_s),
-            _when(run.started),
-        )
-    return table
+def _list_table(found: list[runs.Run], width: int) -> Table:
+    columns: dict[str, list[Any]] = {
+        "run": [run.name for run in found],  # typed again, so never cut
+        "state": [_styled(run.state) for run in found],
+        "strategy": [run.strategy or "-" for run in found],
+        "workers": [_shown(run.workers) for run in found],
+        "step": [_shown(run.step) for run in found],
+        "loss": [_shown(run.loss) for run in found],
+        "samples/s": [_rate(run.samples_per_s) for run in found],
+        "started": [_when(run.started) for run in found],
+    }
+    expendable = ("started", "samples/s", "workers", "strategy", "loss", "step")
+    return fitted_table(columns, width, expendable=expendable)
 
 
 def _show(details: dict[str, Any]) -> None:
@@ -173,7 +154,10 @@ def _show(details: dict[str, Any]) -> None:
         table.add_row("tables", progress_text.tables(tables))
     if cached := details["summary"].get("row_cache"):
         table.add_row("row cache", progress_text.row_cache(cached))
-    table.add_row("checkpoint", details["checkpoint"] or "none yet")
+    table.add_row(
+        "checkpoint",
+        details["checkpoint"] or ("none yet" if details["state"] is runs.RunState.ALIVE else "none"),
+    )
     everybody = [*details["processes"], *details["servers"]]
     table.add_row("restarts", str(sum(process["restarts"] for process in everybody)))
     for index, host in enumerate(details["hosts"]):
@@ -212,7 +196,7 @@ def _progress(line: dict[str, Any]) -> str:
 
 
 def _event(event: dict[str, Any]) -> str:
-    # What is a table in itself (who holds which slots) is shown above, as it stands now.
+    # Tables (such as the holders of slots) are shown above, in their present state.
     said = {k: v for k, v in event.items() if k not in _NOT_FACTS and not isinstance(v, dict)}
     if event.get("event") == "view-formed" and said.get("donor") == -1:
         # Nobody had any state: how much was finished, and in which call, says nothing then.

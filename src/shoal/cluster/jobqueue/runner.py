@@ -1,9 +1,9 @@
 """Runner of the job queue: carries out the scheduler's actions, one `shoal run` process per job.
 
-Jobs are sessions of their own, so they outlive a killed runner. The next one
-finds them by their process and by the lock of their run directory; a job whose
-own supervisor was killed too goes on by `shoal resume`. A job's state is in the
-database before its process is started, and its end after it was seen.
+Jobs are sessions of their own, so they outlive a killed runner. The next runner finds them by their
+process and by the lock of their run directory; a job whose supervisor was killed too continues by
+`shoal resume`. A job's state is in the database before its process is started, and its end after it
+was observed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from shoal.cluster.launch.threads import available_cores
 
 POLL_S = 0.2
 MAX_RESUMES = 3
-"""Of a job whose supervisor was killed."""
+"""Resumes of a job whose supervisor was killed."""
 
 START_TIMEOUT_S = 5.0
-"""For a process whose start the last runner did not live to write down to show itself."""
+"""Time for a process to appear whose start the last runner was killed before recording."""
 
 
 def machine() -> Amount:
@@ -61,7 +61,7 @@ def _gpus() -> list[str]:
 
 
 class Runner:
-    """Runs the jobs of one queue until it is stopped. `say` is told of every change."""
+    """Runs the jobs of one queue until it is stopped. Reports every change through `say`."""
 
     def __init__(
         self, queue: Queue, pool: Pool, *, say: Callable[[str], None], bind: str = "", ssh: str = ""
@@ -75,14 +75,14 @@ class Runner:
         self._is_over = False
 
     def run(self, *, until_empty: bool = False) -> None:
-        """Take jobs as they are submitted, until a signal comes, or the queue is empty where that was asked for."""
+        """Run jobs as they are submitted, until a signal comes, or, if requested, until the queue is empty."""
         self._queue.claim()
         self._queue.pool = self._pool
         before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._find_running()
             while not self._is_over:
-                self._look()
+                self._poll()
                 if until_empty and not self._queue.jobs(JobState.WAITING, JobState.RUNNING):
                     return
                 time.sleep(POLL_S)
@@ -97,11 +97,11 @@ class Runner:
         self._is_over = True
 
     def _find_running(self) -> None:
-        """Jobs that the last runner had started: they run, have ended since, or are resumed."""
+        """Recover jobs started by the last runner: they still run, have ended since, or are resumed."""
         deadline = time.monotonic() + START_TIMEOUT_S
         for job in self._queue.jobs(JobState.RUNNING):
             self._known.add(job.id)
-            # The first of its hosts is this machine, whatever address the last runner gave it.
+            # The first of its hosts is this machine, under any address that the last runner gave it.
             hosts = (next(iter(self._pool.hosts)), *job.placed["hosts"][1:])
             self._scheduler.handle(Found(job.request, hosts))
             while job.pid is None and not self._is_alive(job) and time.monotonic() < deadline:
@@ -112,7 +112,7 @@ class Runner:
                 self._say(f"job {job.id} runs: found again")
 
     def _pid_of(self, job: QueueEntry) -> int | None:
-        """Process of a job whose runner was killed before it wrote the number down."""
+        """Process of a job whose runner was killed before recording its pid."""
         for process in psutil.process_iter(["pid", "cmdline"]):
             words = process.info["cmdline"] or []
             is_new = job.run in words and str(self._queue.runs) in words
@@ -120,20 +120,21 @@ class Runner:
                 return int(process.info["pid"])
         return None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for job in self._queue.jobs(JobState.RUNNING):
             if job.cancelled and job.id not in self._stopping:
                 self._carry_out(self._scheduler.handle(Cancelled(job.id)))
             if not self._is_alive(job):
                 self._ended(job)
-        # Those that came together are told by priority, or the first of them would start before the rest is known.
+        # Jobs that arrive together are ordered by priority; otherwise the first would start before the rest
+        # is known.
         for job in sorted(self._queue.jobs(JobState.WAITING), key=lambda job: (-job.priority, job.id)):
             if job.id not in self._known:
                 self._known.add(job.id)
                 self._carry_out(self._scheduler.handle(Submitted(job.request)))
         waiting = {job.id for job in self._queue.jobs(JobState.WAITING)}
         for id in self._known - waiting - {job.id for job in self._queue.jobs(JobState.RUNNING)}:
-            self._known.discard(id)  # one that was cancelled while it waited
+            self._known.discard(id)  # cancelled while it waited
             self._carry_out(self._scheduler.handle(Cancelled(id)))
         for job in self._queue.jobs(JobState.WAITING):
             if (why := f"waits for {self._scheduler.waits_for(job.id)}") != job.reason:
@@ -157,11 +158,11 @@ class Runner:
                     self._say(f"job {id} was refused: {reason}")
 
     def _place(self, job: QueueEntry, hosts: tuple[str, ...]) -> dict[str, object]:
-        """Hosts, and the numbers of this machine's cores and GPUs that nobody else has."""
+        """Hosts, and numbers of this machine's cores and GPUs that are free."""
         taken = [each.placed for each in self._queue.jobs(JobState.RUNNING)]
         cores, gpus = system.cores(), _gpus()
         amount = next(iter(self._pool.hosts.values()))
-        # Where more cores are shared out than there are, nobody has cores of its own.
+        # With more cores shared out than there are, no job has cores of its own.
         free = [each for each in cores if not any(each in placed["cores"] for placed in taken)]
         own = free[: job.cores] if amount.cores <= len(cores) else []
         left = [each for each in gpus if not any(each in placed["gpus"] for placed in taken)]
@@ -184,7 +185,7 @@ class Runner:
                 start_new_session=True,
                 preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores and system.IS_LINUX else None,
             )
-        except (OSError, subprocess.SubprocessError) as error:  # its folder is gone, or its cores are
+        except (OSError, subprocess.SubprocessError) as error:  # its folder or its cores are gone
             self._finish(job, JobState.FAILED, None, f"its process could not be started: {error}")
             return
         finally:
@@ -216,7 +217,7 @@ class Runner:
         child = self._children.pop(job.id, None)
         run = self._queue.runs / job.run
         code = child.returncode if child is not None else _exit_code(run)
-        # A supervisor that ends, however, writes a summary; a command that was refused has no run.
+        # A supervisor always writes a summary when it ends; a refused command has no run.
         has_run = (run / "config.json").exists()
         is_killed = (code is None or code < 0) and (not has_run or _exit_code(run) is None)
         if is_killed and not job.cancelled:
@@ -244,7 +245,7 @@ class Runner:
 
 
 def _exit_code(run: Path) -> int | None:
-    """Of a run that has ended by itself; None of one that was killed, or never began."""
+    """Exit code of a run that ended by itself; None if it was killed, or never began."""
     try:
         found = json.loads((run / "summary.json").read_bytes())["exit"]
     except (OSError, ValueError, KeyError):
@@ -253,7 +254,7 @@ def _exit_code(run: Path) -> int | None:
 
 
 def process_of(job: QueueEntry) -> psutil.Process | None:
-    """Live process of a job; None where it has none, or its pid is another's by now."""
+    """Live process of a job; None if it has none, or its pid was reused."""
     if job.pid is None or job.born is None or _born(job.pid) != job.born:
         return None
     try:
@@ -277,7 +278,7 @@ def _born(pid: int) -> float | None:
 
 
 def free_port(address: str) -> int:
-    """A port of this address that nobody has now; OSError where it is none of this machine's."""
+    """A free port of this address; OSError if the address is not this machine's."""
     with socket.socket() as sock:
         sock.bind((address, 0))
         return int(sock.getsockname()[1])

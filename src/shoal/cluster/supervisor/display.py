@@ -1,13 +1,12 @@
 """Display of a running job: the script's output, and its progress in one place.
 
-`Display` writes plain lines, few enough to read in a file. On a terminal
-`LiveDisplay` draws one table below the output, in place, with a line per
-worker; it is redrawn by `tick`, so there is no thread. Output goes to stdout
-as the script's, progress to stderr: a redirected stdout holds only what the
+`Display` writes plain lines, few enough to read in a file. On a terminal `LiveDisplay` draws one
+table below the output, in place, with a line per worker; `tick` redraws it, so there is no thread.
+The script's output goes to stdout, progress to stderr: a redirected stdout holds only what the
 script printed.
 
-The supervisor feeds it Progress from its workers. A plain `python train.py`
-uses the same one, from the Trainer:
+The supervisor feeds it Progress from its workers. A plain `python train.py` uses the same one, from
+the Trainer:
 
     display = open_display(sys.stdout.buffer, sys.stderr.buffer)
     session.listen(display.update)      # report() now reaches it
@@ -38,7 +37,7 @@ LINE_EVERY_S = 5.0
 """Between two plain lines of the same phase."""
 
 MAX_EPOCH_LINES = 100
-"""Epochs of a fit of which each has a line. Of more, one a second."""
+"""Epochs of a fit that get a line each; with more of them, one line a second."""
 
 EPOCH_LINE_EVERY_S = 1.0
 """Between two plain lines of different epochs: short epochs need not fill a page."""
@@ -49,25 +48,24 @@ SILENT_AFTER_S = 1.5
 """A start that takes longer is explained."""
 
 RETRY_S = 0.05
-"""Between two attempts to write to a stream that nobody reads."""
+"""Between two attempts to write to a stream without a reader."""
 
 MAX_PENDING_BYTES = 16 << 20
-"""Output kept for a stream that nobody reads (a pager that was left alone); beyond it the scripts wait with their prints."""
+"""Output buffered for a stream without a reader (a pager left alone); beyond it the scripts' prints block."""
 
 CHUNK_BYTES = 4096
-"""PIPE_BUF: a pipe that is ready for writing takes so much without blocking."""
+"""PIPE_BUF: a writable pipe takes this much without blocking."""
 
 
 class Outlet:
-    """One stream towards the user. Writing never blocks: what the stream does not take yet is kept."""
+    """One stream towards the user. Writing never blocks: output the stream does not take is buffered."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._pending = bytearray()
         self._poll: select.poll | None = None
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # without a descriptor it is in memory, and takes everything
+        # Without a descriptor it is in memory, and takes everything.
+        with contextlib.suppress(OSError, ValueError):
             fd = stream.fileno()
             self._poll = select.poll()
             self._poll.register(fd, select.POLLOUT)
@@ -78,12 +76,12 @@ class Outlet:
         return len(self._pending)
 
     def write(self, data: bytes) -> None:
-        """Write what the stream takes now; the rest goes with the next `write` or `flush`."""
+        """Write as much as the stream takes now; the rest goes with the next `write` or `flush`."""
         self._pending += data
         self.flush()
 
     def flush(self, *, wait: bool = False) -> None:
-        """Write what is pending, as far as the stream takes it, or all of it."""
+        """Write pending output, as far as the stream takes it, or all of it."""
         while self._pending and (wait or self._poll is None or self._poll.poll(0)):
             try:
                 self._stream.write(self._pending[:CHUNK_BYTES])
@@ -117,11 +115,11 @@ class Display:
         self._epoch_shown_at = -EPOCH_LINE_EVERY_S
 
     def expect(self, what: str) -> None:
-        """Explain what is going on, if nothing is written for a while; an empty text for nothing more."""
+        """Set an explanation to show if nothing is written for a while; empty for none."""
         self._awaited, self._explain_at = what, self._clock() + SILENT_AFTER_S
 
     def expect_script(self) -> None:
-        """The workers run the script; files and pipes get what it says, and nothing else."""
+        """The workers run the script: on files and pipes only its output appears."""
         self._awaited = ""
 
     def _explain(self) -> float | None:
@@ -151,7 +149,7 @@ class Display:
             self._show(progress)
 
     def tick(self) -> float | None:
-        """Draw what is due; returns the seconds until the next call, None for never."""
+        """Draw if due; returns the seconds until the next call, None for never."""
         for outlet in (self._stdout, self._stderr):
             outlet.flush()
         if self._stdout.num_pending or self._stderr.num_pending:
@@ -160,11 +158,11 @@ class Display:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is pending that scripts should wait with their prints; not while the job leaves."""
+        """Whether so much is pending that scripts' prints should block; never while the job leaves."""
         return not self._is_leaving and self._has_no_room(self._stdout, self._stderr)
 
     def leave(self) -> None:
-        """The job was asked to leave: from now on nobody waits for a stream that nobody reads."""
+        """The job was asked to leave: from now on streams without a reader are not waited for."""
         self._is_leaving = True
 
     def close(self) -> None:
@@ -178,7 +176,7 @@ class Display:
 
     def _write(self, outlet: Outlet, data: bytes) -> None:
         self._awaited = "" if data else self._awaited
-        if not (self._is_leaving and self._has_no_room(outlet)):  # it is in the logs
+        if not (self._is_leaving and self._has_no_room(outlet)):  # the logs have it
             outlet.write(data)
 
     def _show_last(self) -> None:
@@ -241,6 +239,9 @@ class LiveDisplay(Display):
     def err(self, data: bytes) -> None:
         self._above(self._stderr, data)
 
+    def note(self, text: str) -> None:
+        super().note(progress_text.wrapped(text, _terminal_size(self._stderr)[0]))
+
     def expect_script(self) -> None:
         self.expect("the workers run the script; its first step is to come")
 
@@ -257,7 +258,7 @@ class LiveDisplay(Display):
         self.tick()
 
     def tick(self) -> float | None:
-        """Draw what is due; returns after how many seconds to come again, None for never."""
+        """Draw if due; returns the seconds until the next call, None for never."""
         blocked_s = super().tick()
         if not self._is_dirty or self._stdout.num_pending or self._stderr.num_pending:
             return blocked_s
@@ -320,10 +321,10 @@ class LiveDisplay(Display):
 
 
 def table(newest: dict[int, Progress], *, max_workers: int, width: int = 80) -> Table:
-    """Progress table: one line for the job, and one per worker where there are several.
+    """Progress table: one line for the job, and one per worker if there are several.
 
-    Epoch, step, loss and ETA are always whole. The metrics of the epoch before
-    have a line of their own when it ends, and no column.
+    Epoch, step, loss and ETA are always complete. The metrics of the previous epoch have a line of
+    their own when it ends, and no column.
     """
     from rich import box
     from rich.table import Table
@@ -426,4 +427,4 @@ def _terminal_size(stream: Outlet) -> tuple[int, int]:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
         return 80, 24
-    return size.columns or 80, size.lines or 24  # a terminal nobody looks at may say 0
+    return size.columns or 80, size.lines or 24  # a detached terminal may report 0

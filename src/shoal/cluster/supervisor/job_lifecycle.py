@@ -33,7 +33,7 @@ from typing import TypeAlias
 from shoal.runtime.transport.messages.supervisor import Failed, Finished
 
 LEAVE_SIGNALS = {
-    signal.SIGINT: signal.SIGUSR1,  # not SIGINT: a script's own idea of Ctrl-C is for when it runs alone
+    signal.SIGINT: signal.SIGUSR1,  # not SIGINT: the script may have its own Ctrl-C handler for running alone
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
 }
@@ -78,12 +78,12 @@ class WorkerExited:
 
     rank: int
     code: int  # minus the signal that killed it
-    lost_with: str = ""  # the host that was lost, and why: then its process may even live on, fenced
+    lost_with: str = ""  # the host that was lost, and why: its process may even live on, fenced
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUnplaced:
-    """No host has room for this incarnation of a rank: it is started when one joins."""
+    """No host has capacity for this incarnation of a rank: it is started when one joins."""
 
     rank: int
     incarnation: int
@@ -107,7 +107,7 @@ class ServerUnplaced:
 
 @dataclass(frozen=True, slots=True)
 class ServerExited:
-    """A server exited; `is_wanted` where it was not sent away."""
+    """A server exited; `is_wanted` unless it was told to leave."""
 
     number: int
     code: int
@@ -127,15 +127,15 @@ class ServerSuspected:
 
 @dataclass(frozen=True, slots=True)
 class StateLost:
-    """Parts of the weights were lost with their only holders. Event, and cause where it ends the job."""
+    """Parts of the weights were lost with their only holders. Event, and cause if it ends the job."""
 
     servers: tuple[int, ...]
-    num_times: int = 1  # without the job getting ahead
-    rank: int | None = (
-        None  # instead of servers: it died in a step together with a server that had its part in it
-    )
+    num_times: int = 1  # without progress of the job
+    rank: int | None = None  # it died in one step with the server that had its part
     holds_parts: bool = False  # or it alone held parts of the weights, as every worker does
-    has_let_go: bool = False  # or the others no longer keep what a replacement would need
+    has_dropped_results: bool = (
+        False  # or the others no longer keep the results that a replacement would need
+    )
     has_own_group: bool = False  # or the process group is the script's own, and it died
     died: WorkerDeath | None = None  # how that worker ended
 
@@ -286,14 +286,14 @@ class WorkerDeath:
     rank: int
     code: int
     finished: bool = False
-    why: str = ""  # why we killed it, where we did
-    num_times: int = 1  # in a row, without the job getting ahead
+    why: str = ""  # why we killed it, if we did
+    num_times: int = 1  # in a row, without progress of the job
     lost_with: str = ""  # the host that was lost, and why
 
 
 @dataclass(frozen=True, slots=True)
 class HostMissing:
-    """No host came for ranks and servers that have none."""
+    """No host joined for ranks and servers without one."""
 
     ranks: tuple[int, ...]
     waited_s: float
@@ -303,18 +303,18 @@ class HostMissing:
 
 @dataclass(frozen=True, slots=True)
 class ServerDeath:
-    """A server died, and once too often."""
+    """A server died too often."""
 
     number: int
     code: int
-    why: str = ""  # why we killed it, where we did
-    num_times: int = 1  # in a row, without the job getting ahead
+    why: str = ""  # why we killed it, if we did
+    num_times: int = 1  # in a row, without progress of the job
     lost_with: str = ""  # the host that was lost, and why
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorDeath:
-    """The coordinator cannot go on, or died again and again."""
+    """The coordinator cannot be restarted, or died again and again."""
 
     code: int
 
@@ -348,7 +348,7 @@ Cause: TypeAlias = (
 
 
 class JobPhase(StrEnum):
-    """Distance of the job from its end."""
+    """Progress of a job towards its end."""
 
     RUNNING = "running"
     LEAVING = "leaving"  # asked to: finishing the step and saving
@@ -369,41 +369,41 @@ class RestartConfig:
     """Number of restarts, and the length of each wait of an ending job."""
 
     max_restarts: int = 0
-    """How often a rank is replaced without the job getting ahead; the next death ends it. 0: never."""
+    """Replacements of a rank without progress of the job; the next death ends it. 0: none."""
 
     max_host_losses: int = 10
-    """How often a rank is replaced because its host was lost, without the job getting ahead: not the rank's fault."""
+    """Replacements of a rank because of lost hosts, without progress of the job: not the rank's fault."""
 
     host_timeout_s: float = 600.0
-    """How long ranks wait for a host with room before the job ends."""
+    """How long ranks wait for a host with capacity before the job ends."""
 
     all_hold_parts: bool = False
-    """Each worker holds state that no other has: where one dies, all begin anew from the newest snapshot."""
+    """Each worker holds state that no other has: when one dies, all restart from the newest snapshot."""
 
     max_coordinator_restarts: int = 3
-    """How often in a row a coordinator may die before it was at work for `steady_s`."""
+    """Consecutive deaths of a coordinator before it had served for `steady_s`."""
 
     steady_s: float = 0.1
-    """A coordinator that answered for so long has not died of being started, nor of what it was first asked."""
+    """A coordinator that served this long did not die of its start or its first requests."""
 
     grace_s: float = 60.0
     """From being asked to leave to being killed."""
 
     blame_s: float = 1.0
-    """How long a broken exchange waits for a better explanation."""
+    """Time that a broken exchange waits for a better explanation."""
 
     settle_s: float = 0.5
-    """From the cause to the kill: time for the others to write out what they printed."""
+    """From the cause to the kill: time for the other processes to flush their output."""
 
     exit_s: float = 30.0
     """From the last script's end to the end of its process."""
 
     reap_s: float = 10.0
-    """From the kill to the news of it. Longer only where the kernel itself is stuck, in a dead disk say."""
+    """From the kill to its confirmation. Longer only if the kernel itself is stuck, for example in a dead disk."""
 
 
 class JobLifecycle:
-    """Decides whether a job goes on, and keeps the one cause for which it ended."""
+    """Decides whether a job continues, and keeps the one cause for which it ended."""
 
     def __init__(self, *, num_workers: int, restart: RestartConfig) -> None:
         self.phase = JobPhase.RUNNING
@@ -413,10 +413,10 @@ class JobLifecycle:
         self.num_restarts = 0
         self._num_workers, self._restart = num_workers, restart
         self._alive: dict[int, int] = {}  # rank -> incarnation
-        self._incarnations: dict[int, int] = {}  # the same, with those that are gone
+        self._incarnations: dict[int, int] = {}  # the same, including dead ones
         self._behind: set[int] = set()  # replacements that have not caught up
-        self._num_deaths: dict[int, int] = {}  # by rank, since the job last got ahead
-        self._unrecovered: WorkerDeath | None = None  # the newest death since then
+        self._num_deaths: dict[int, int] = {}  # by rank, since the job last progressed
+        self._unrecovered: WorkerDeath | None = None  # newest death since then
         self._num_host_losses: dict[int, int] = {}  # the same, of deaths with a host
         self._unplaced: set[int] = set()  # ranks that wait for a host
         self._unplaced_servers: dict[int, int] = {}  # number -> incarnation that waits for a service
@@ -427,13 +427,13 @@ class JobLifecycle:
         self._num_server_deaths: dict[int, int] = {}  # as for ranks
         self._num_server_host_losses: dict[int, int] = {}
         self._why_servers_killed: dict[int, str] = {}
-        self._num_losses = 0  # of everything, since the job last got ahead
-        self._starting_anew: RestartAll | None = None  # once all are gone
-        self._has_let_go = False  # since they were started
-        self._has_own_group = False  # the script, as under torchrun
+        self._num_losses = 0  # full restarts since the job last progressed
+        self._starting_anew: RestartAll | None = None  # pending until all processes are gone
+        self._has_dropped_results = False  # since they were started
+        self._has_own_group = False  # under torchrun's interface
         self._coordinator_served_at: float | None = None
         self._num_coordinator_deaths = 0
-        self._suspicion: tuple[Failed, float] | None = None  # a broken exchange, and until when it may wait
+        self._suspicion: tuple[Failed, float] | None = None  # broken exchange, and deadline
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
 
@@ -452,7 +452,7 @@ class JobLifecycle:
 
     @property
     def _place_by(self) -> float | None:
-        """Time at which ranks and servers without a host end the job."""
+        """Deadline at which ranks and servers without a host end the job."""
         is_ending = self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING)
         if is_ending or not (self._unplaced or self._unplaced_servers):
             return None
@@ -465,7 +465,8 @@ class JobLifecycle:
             case None:
                 return 0
             case Failed():
-                # A script that leaves with sys.exit does so on every rank; which came first is chance, rank 0 is not.
+                # A script that leaves with sys.exit does so on every rank; which rank is first is chance,
+                # so rank 0 decides.
                 alike = [f for f in self.failures if (f.kind, f.error) == (self.cause.kind, self.cause.error)]
                 return min(alike, key=lambda f: f.rank != 0).exit_code
             case LeftOnRequest(signum):
@@ -517,12 +518,12 @@ class JobLifecycle:
             case StateLost():
                 return self._state_lost(event, now)
             case ResultsDropped():
-                return self._let_go()
+                return self._results_dropped()
             case OwnGroupFormed():
                 self._has_own_group = True
                 return []
             case Failed() | Finished() if self._starting_anew:
-                return []  # of one that is being killed
+                return []  # from one that is being killed
             case Failed():
                 return self._failed(event, now)
             case Finished():
@@ -551,11 +552,11 @@ class JobLifecycle:
         if failed.error == "Interrupted":
             if self.phase is JobPhase.LEAVING:
                 return []
-            # Somebody asked the worker and not us: the others follow it.
+            # The worker was asked directly, not the supervisor: the others follow it.
             is_terminated = failed.exit_code == 128 + signal.SIGTERM
             return self._leave(LeftOnRequest(signal.SIGTERM if is_terminated else signal.SIGINT), now)
         if failed.kind == "peer":
-            # Those who leave first break the exchange of those who leave last.
+            # Ranks that leave first break the exchange of those that leave last.
             if self.phase is JobPhase.RUNNING and self._suspicion is None:
                 self._suspicion = (failed, now + self._restart.blame_s)
             return []
@@ -563,7 +564,7 @@ class JobLifecycle:
 
     def _suspected(self, rank: int, incarnation: int, why: str) -> list[Action]:
         if self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING) or self._alive.get(rank) != incarnation:
-            return []  # told of one that is gone, or goes anyway
+            return []  # about one that is gone, or leaves anyway
         self._why_killed[rank] = why
         return [KillWorkers((rank,))]
 
@@ -571,7 +572,7 @@ class JobLifecycle:
         self._wait_for_host(now)
         self._unplaced.add(rank)
         self._incarnations[rank] = incarnation - 1  # the newest that was started
-        # Nobody can finish a step while a rank has no host.
+        # No rank can finish a step while one has no host.
         return self._kill_all(now) if self.phase is JobPhase.LEAVING else []
 
     def _wait_for_host(self, now: float) -> None:
@@ -592,9 +593,8 @@ class JobLifecycle:
             if self.is_resizing and len(self.finished) == self._num_workers:
                 self.cause = None  # the script was at its end
             if self._suspicion and self.cause is None:
-                self.cause = (
-                    self._unrecovered or self._suspicion[0]
-                )  # nobody is left who could explain it better
+                # No process is left that could explain it better.
+                self.cause = self._unrecovered or self._suspicion[0]
             self.phase, self._kill_at, self._give_up_at, self._suspicion = JobPhase.ENDED, None, None, None
         return actions
 
@@ -605,17 +605,17 @@ class JobLifecycle:
         most = self._most_deaths(lost_with)
         why = self._why_killed.pop(rank, "")
         died = WorkerDeath(rank, code, rank in self.finished, why, num_times, lost_with)
-        # Once a rank has left, there is nobody for a replacement to take its state from, or to run with.
-        # A script's own group, or a loop whose model is cut over the ranks: ranks that lose a peer exit too, and all of them are
-        # restarted.
+        # Once a rank has left, a replacement has no donor and no peers. With a script's own group, or a
+        # loop whose model is partitioned over the ranks, ranks that lose a peer exit too, and all of them
+        # are restarted.
         leave_with_it = self._has_own_group or self._restart.all_hold_parts
         lost_peer = [f for f in self.failures if f.kind == "peer" and leave_with_it]
         have_others_left = bool(self.finished or len(self.failures) > len(lost_peer))
         if self.is_resizing and have_others_left and self._restart.max_restarts:
-            return self._kill_all(now)  # all are launched again, from what was saved
+            return self._kill_all(now)  # all are launched again, from the saved state
         if num_times > most or not self._restart.max_restarts or have_others_left:
             return self._end(died, now)
-        takes_all_back = self._restart.all_hold_parts or self._has_let_go or self._has_own_group
+        takes_all_back = self._restart.all_hold_parts or self._has_dropped_results or self._has_own_group
         if self.phase is JobPhase.LEAVING and (not self._alive or takes_all_back):
             return self._kill_all(now) if self.is_resizing else self._end(died, now)
         self._unrecovered = died
@@ -626,7 +626,7 @@ class JobLifecycle:
                 num_times,
                 rank,
                 holds_parts=parts,
-                has_let_go=not parts and not own,
+                has_dropped_results=not parts and not own,
                 has_own_group=own,
                 died=died,
             )
@@ -635,18 +635,18 @@ class JobLifecycle:
         return [ReplaceWorker(died, incarnation + 1)]
 
     def _most_deaths(self, lost_with: str) -> int:
-        """How often a process is replaced; the loss of a host is not its fault."""
+        """Limit for replacing a process; the loss of a host is not its fault."""
         most = self._restart.max_restarts
         return max(most, self._restart.max_host_losses) if lost_with and most else most
 
     def _explains(self, rank: int, code: int) -> bool:
-        """True for an exit that was announced, or wanted, or came too late to matter."""
+        """True for an exit that was announced, requested, or too late to matter."""
         if any(failed.rank == rank for failed in self.failures):
             return True
         if self.phase is JobPhase.LEAVING and -code in LEAVE_SIGNALS.values():
             return True  # asked before its handler was in place
         if code == -signal.SIGKILL and self.finished and self._restart.max_restarts:
-            return not self._has_own_group  # nobody else leaves before all reach the script's end, so it had
+            return not self._has_own_group  # no rank leaves before all reach the script's end, so it had
         return code == 0 and rank in self.finished
 
     def _server_exited(self, exited: ServerExited, now: float) -> list[Action]:
@@ -655,7 +655,7 @@ class JobLifecycle:
         why = self._why_servers_killed.pop(number, "")
         if self._starting_anew and self.phase is JobPhase.RUNNING:
             return self._start_anew()
-        # Nobody leaves before all have reached the script's end, and from there on nobody needs a server.
+        # No rank leaves before all have reached the script's end, and from there on servers are not needed.
         if not exited.is_wanted or self.finished or self.phase not in (JobPhase.RUNNING, JobPhase.LEAVING):
             return []
         counts = self._num_server_host_losses if lost_with else self._num_server_deaths
@@ -676,18 +676,18 @@ class JobLifecycle:
             return self._end(lost, now)
         return self._begin_anew(lost)
 
-    def _let_go(self) -> list[Action]:
-        if self._has_let_go or self._starting_anew:
+    def _results_dropped(self) -> list[Action]:
+        if self._has_dropped_results or self._starting_anew:
             return []
-        self._has_let_go = True
+        self._has_dropped_results = True
         if not self._behind or self.phase is not JobPhase.RUNNING:
             return []
-        # One was replaced a moment before this came to be known, and nobody may have what it needs.
-        return self._begin_anew(StateLost((), rank=min(self._behind), has_let_go=True))
+        # One was replaced a moment before this was known, and its results may be lost everywhere.
+        return self._begin_anew(StateLost((), rank=min(self._behind), has_dropped_results=True))
 
     def _begin_anew(self, lost: StateLost) -> list[Action]:
-        # Those that live hold what is later than any checkpoint. They all go before any of them comes back: else one
-        # that goes late would be lost anew, from the new group.
+        # Surviving processes hold state newer than any checkpoint. All must be gone before the first
+        # restarts: a late one would be lost again, from the new group.
         self._starting_anew = RestartAll(
             {rank: incarnation + 1 for rank, incarnation in self._incarnations.items()},
             {number: incarnation + 1 for number, incarnation in self._servers.items()}
@@ -706,7 +706,7 @@ class JobLifecycle:
             return []
         anew, self._starting_anew = self._starting_anew, None
         assert anew is not None
-        self._has_let_go = self._has_own_group = False
+        self._has_dropped_results = self._has_own_group = False
         self.num_restarts += 1
         return [anew]
 
@@ -735,7 +735,7 @@ class JobLifecycle:
         if not self._alive:
             self.cause, self.phase = self.cause or asked, JobPhase.ENDED
             return []
-        if self._starting_anew or self._unplaced:  # nobody could finish a step
+        if self._starting_anew or self._unplaced:  # no rank could finish a step
             self.cause = asked
             return self._kill_all(now)
         if self.phase is JobPhase.RUNNING:
@@ -743,13 +743,13 @@ class JobLifecycle:
         if self.is_resizing:
             self.cause = asked  # they leave already; now for good
             return []
-        return self._kill_all(now)  # asked again, or while it ends anyway: now
+        return self._kill_all(now)  # asked again, or already ending: now
 
     def _leave(self, asked: LeftOnRequest, now: float) -> list[Action]:
         self.cause, self.phase = asked, JobPhase.LEAVING
         self._kill_at = now + self._restart.grace_s
-        # One wish is enough for all to leave at one step. A replacement that is not yet with them could only break
-        # off, and they would wait for it; it is asked when it has caught up.
+        # One request is enough for all to leave at one step. A replacement that has not caught up could
+        # only break off while the others wait for it; it is asked once it has.
         ranks = self._alive.keys() - self._behind or self._alive.keys()
         return [AskToLeave(tuple(sorted(ranks)), asked.signum)]
 

@@ -33,17 +33,17 @@ from shoal.runtime.transport.messages.supervisor import Failed, Finished, Progre
 
 @dataclass(slots=True)
 class JobOutcome:
-    """Facts that the supervisor has seen of a job."""
+    """Observations of the supervisor about a job."""
 
     lifecycle: JobLifecycle
     progress: dict[int, Progress] = field(default_factory=dict)
     """The newest of each rank."""
 
     checkpoint: Saved | None = None
-    """The newest that is whole, be it a snapshot that goes with the job."""
+    """Newest complete one, including snapshots that are deleted with the job."""
 
     lasting: Saved | None = None
-    """The newest that is whole and stays."""
+    """Newest complete one that is kept."""
 
     last_lines: dict[int, list[str]] = field(default_factory=dict)
     """Of each rank's log, once it is gone."""
@@ -55,13 +55,13 @@ class JobOutcome:
     """How many there are; `shoal scale` changes it."""
 
     num_went_back: int = 0
-    """How often all began anew from a checkpoint, because servers were lost."""
+    """Restarts of all processes from a checkpoint, because servers were lost."""
 
     leases: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By rank: leases and samples it has finished. Empty where the strategy hands out none."""
 
     sharding: dict[str, Any] = field(default_factory=dict)
-    """How even the batches of the newest fit are cut, where it goes by what samples cost."""
+    """Evenness of the newest fit's batches, where they are balanced by sample cost."""
 
     exchange: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, Any] = field(default_factory=dict)
@@ -167,7 +167,7 @@ def lost_state(lost: StateLost) -> str:
         return f"worker {lost.rank} {how}, and the script's own process group cannot go on without it"
     if lost.holds_parts:
         return f"worker {lost.rank} {how}, and nobody else held its part of the model"
-    if lost.has_let_go:
+    if lost.has_dropped_results:
         return f"worker {lost.rank} {how}, and the others did not keep what its replacement would need"
     if lost.rank is not None:
         return f"worker {lost.rank} and a server died in the same step, and what it had pushed to that server is lost"
@@ -194,8 +194,9 @@ def how_it_ended(code: int, *, finished: bool = False) -> str:
 
 
 def summary_of(outcome: JobOutcome, *, started: float, ended: float, **facts: Any) -> dict[str, Any]:
-    """The figures of summary.json: totals as rank 0 told them, or as far as it had come."""
-    # Rank 0's word; or another's, where rank 0 was killed after its script's end and its replacement did nothing.
+    """The figures of summary.json: totals as rank 0 reported them, or its last progress."""
+    # Rank 0's report; or another's, if rank 0 was killed after its script's end and its replacement did
+    # nothing.
     finished = sorted(outcome.lifecycle.finished.values(), key=lambda each: (-each.steps, each.rank))
     done, last = finished[0] if finished else None, outcome.progress.get(0)
     if done is not None:
@@ -285,13 +286,13 @@ def _workers(ranks: tuple[int, ...]) -> str:
 
 
 def replacing(died: WorkerDeath, max_restarts: int) -> str:
-    """Note that a worker is replaced."""
+    """Message that a worker is replaced."""
     why = f": {died.why}" if died.why else ""
     return f"worker {died.rank} {how_it_ended(died.code)}{why}; replacing it ({died.num_times} of {max_restarts} times)"
 
 
 def begins_anew(checkpoint: Saved | None) -> str:
-    """Note that no worker survived."""
+    """Message that no worker survived."""
     where = (
         f"the checkpoint of step {checkpoint.step:,}, {checkpoint.path}"
         if checkpoint is not None
@@ -301,14 +302,13 @@ def begins_anew(checkpoint: Saved | None) -> str:
 
 
 def resized(before: int, now: int, checkpoint: Saved | None) -> str:
-    """Note that other workers go on, or the same number on other hosts."""
+    """Message that other workers continue, or the same number on other hosts."""
     where = f"from step {checkpoint.step:,} on" if checkpoint is not None else "from the start"
     bits = "still" if now == before else "no longer"
     return f"{now} worker{'s' if now > 1 else ''} {where}: the bits are {bits} those of the undisturbed run"
 
 
 def replacing_server(died: ServerDeath, max_restarts: int) -> str:
-    """Note that a server is replaced."""
     why = f": {died.why}" if died.why else ""
     count = "" if died.lost_with else f" ({died.num_times} of {max_restarts} times)"
     return f"server {died.number} {_server_end(died.code, died.lost_with)}{why}; replacing it{count}"
@@ -319,7 +319,7 @@ def _server_end(code: int, lost_with: str) -> str:
 
 
 def going_back(lost: StateLost, checkpoint: Saved | None, reached: int, *, max_restarts: int) -> str:
-    """Note that all processes restart, with the steps that are repeated."""
+    """Message that all processes restart, with the steps that are repeated."""
     what = lost_state(lost)
     if lost.has_own_group:
         return f"{what}; all workers run the script again from its top ({lost.num_times} of {max_restarts} times)"

@@ -5,6 +5,7 @@ Pure; `display.py` decides when a line is shown and where.
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ def of(number: int, total: int | None) -> str:
 
 
 def line(progress: Progress) -> str:
-    """Progress of a job, in one line."""
     parts = [progress.phase]
     if progress.epoch:  # evaluate and predict have none
         parts.append(f"epoch {of(progress.epoch, progress.num_epochs)}")
@@ -61,6 +61,21 @@ def epoch_line(progress: Progress) -> str:
     names = {"loss": "mean loss"}  # "loss" alone is that of the newest step
     means = "  ".join(f"{names.get(name, name)} {value(number)}" for name, number in progress.metrics.items())
     return f"epoch {of(progress.metrics_epoch, progress.num_epochs)} done  {means}"
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most `width` columns: values that two spaces divide stay whole, a sentence breaks between words."""
+    return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
+
+
+def _wrapped_line(line: str, width: int) -> str:
+    if len(line) <= width or line[:1].isspace():  # lines of a table and of code keep their form
+        return line
+    glued = [part.replace(" ", "\xa0") for part in line.split("  ")] if "  " in line else [line]
+    filled = textwrap.fill(
+        "  ".join(glued), width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return filled.replace("\xa0", " ")
 
 
 def _three_digits(number: float) -> str:

@@ -1,12 +1,12 @@
-"""Unix sockets of the supervisor: nameless listeners for its children, and the control socket of a running job.
+"""Unix sockets of the supervisor: unnamed listeners for its children, and the control socket of a running job.
 
-A listener outlives the process that serves it: a coordinator or server that is
-killed is restarted at the same address, and no client is turned away.
+A listener outlives the process that serves it: a killed coordinator or server is restarted at the
+same address, and clients that connect meanwhile wait.
 
-The control socket is how `shoal scale` and `shoal leave` reach a running job. Under Linux
-its address is abstract, so nothing is left behind however the job ends. It is
-named after the run directory's lock file. Both sides ask the kernel for the other's user;
-another user's process is refused. The supervisor decides what may be asked.
+`shoal scale` and `shoal leave` reach a running job through the control socket. Under Linux its
+address is abstract, so nothing is left behind however the job ends. It is named after the run
+directory's lock file. Both sides check the other's user through the kernel and refuse another
+user's process. The supervisor decides which requests are valid.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ CONNECT_TIMEOUT_S = 5.0
 def listen_unnamed(name: str) -> tuple[socket.socket, int]:
     """A listening socket without a name, and a descriptor that leads to it; `name` shows among open files.
 
-    Under Linux its name is gone before anybody uses it, so nothing is left in
-    the file system however the job ends; the descriptor still leads processes
-    that were given it there, and nobody else (`system.path_of_way`).
+    Under Linux its name is removed before the first use, so nothing is left in the file system
+    however the job ends. Only processes that inherit the descriptor can connect
+    (`system.path_of_way`).
     """
     directory = unix.runtime_dir()
     try:
@@ -49,7 +49,7 @@ def listen_unnamed(name: str) -> tuple[socket.socket, int]:
 class Control:
     """The supervisor's end of the control socket, registered with its selector.
 
-    The caller gets every answer up to the last; one that hangs up is forgotten.
+    A client gets every answer up to the last; one that hangs up is forgotten.
     """
 
     def __init__(self, run: Path, selector: selectors.BaseSelector) -> None:
@@ -62,7 +62,8 @@ class Control:
             listener.listen(MAX_WAITING)
             listener.setblocking(False)
         except OSError:
-            # The name is taken, by a process of another network namespace's or user's choice: the job does without.
+            # The name is taken, by another network namespace or user: the job runs without a control
+            # socket.
             listener.close()
             return
         self._listener = listener
@@ -136,7 +137,7 @@ def ask(run: Path, message: Message, *, timeout_s: float) -> Iterator[Message]:
         except OSError as error:
             raise ClusterError(
                 f"the supervisor of {run} does not answer ({error.strerror or error}): the run has ended, "
-                "or runs in another container. Nothing was changed; `shoal status` tells how it stands."
+                "or its head is another host or container: give the command there. Nothing was changed; `shoal status` tells how it stands."
             ) from None
         if unix.peer_of(sock).uid != os.getuid():
             raise ClusterError(f"the supervisor of {run} belongs to another user. Nothing was changed.")

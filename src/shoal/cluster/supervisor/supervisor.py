@@ -1,9 +1,8 @@
 """Supervisor: starts a job's processes, forwards their output, replaces the dead, and reaps every one of them.
 
-One thread, one selector, nothing that blocks for long. It decides nothing about
-the job's course: reports and deaths go to `job_lifecycle.py`, and the actions
-that come back are carried out. `supervise` returns or raises only when no
-process of the job is left.
+One thread, one selector, nothing that blocks for long. `job_lifecycle.py` decides about the job's
+course: the supervisor feeds it reports and deaths and carries out its actions. `supervise` returns
+or raises only when no process of the job is left.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ LEAVE_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class SignalInbox:
     """Collects the signals that ask a job to leave, while it is entered, and wakes the supervisor's loop.
 
-    Only the main thread can take signals; elsewhere it stays empty. What is
-    ignored stays ignored: `nohup` means it.
+    Only the main thread can receive signals; elsewhere it stays empty. Ignored signals stay
+    ignored, as `nohup` intends.
     """
 
     def __init__(self, *also: signal.Signals) -> None:
@@ -102,8 +101,8 @@ class SignalInbox:
 
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
-            # The interpreter writes the signal's number there from whichever thread the kernel chose; a handler
-            # alone would run only once the main thread wakes up by itself.
+            # The interpreter writes the signal's number there from whichever thread the kernel chose; a
+            # handler alone would run only when the main thread wakes up by itself.
             self._fd_before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
             for signum in self._signals:
                 if signal.getsignal(signum) is not signal.SIG_IGN:
@@ -120,15 +119,15 @@ class SignalInbox:
 
 
 REAP_TIMEOUT_S = 10.0
-"""From SIGKILL to the news of it. Longer only where the kernel itself is stuck (a dead disk)."""
+"""From SIGKILL to its confirmation. Longer only if the kernel itself is stuck (a dead disk)."""
 
 PAUSE_POLL_S = 0.05
-"""How often a process is looked at that a fault may have paused, and has to be woken."""
+"""Interval of checks on a process that a fault may have paused and that must be woken."""
 
 MAX_REFUSALS_SHOWN = 20
 
 NUM_LAST_LINES = 8
-"""Of a dead process's log, shown with the news of its death."""
+"""Lines of a dead process's log, shown with its death."""
 
 
 class Supervisor:
@@ -146,23 +145,24 @@ class Supervisor:
         control: Control,
         elastic: Elastic,
     ) -> None:
-        """`spec` is rank 0's; the other ranks differ from it in their number alone.
+        """`spec` is rank 0's; the other ranks differ only in their number.
 
-        Hosts, selector and control socket outlive it, where the job is launched again with other workers or hosts.
+        Hosts, selector and control socket outlive it, if the job is launched again with other
+        workers or hosts.
         """
         self._spec, self._run, self._display = spec, run, display
         self._hosts, self._selector, self._control, self._elastic = hosts, selector, control, elastic
-        self.resize: Resize | None = None  # to be launched when this has ended
+        self.resize: Resize | None = None  # to be launched when this one has ended
         self._homeless: dict[int, int] = {}  # rank -> incarnation that waits for a host
         self._refused: set[str] = set()
-        self._placed: dict[int, int | None] = {}  # ranks that were placed again in this turn, and where
+        self._placed: dict[int, int | None] = {}  # ranks placed again in this turn, and where
         self._restart = restart
         self._lifecycle = JobLifecycle(num_workers=spec.job.num_workers, restart=restart)
         self.outcome = JobOutcome(self._lifecycle)
         self._workers: dict[int, WorkerHandle] = {}  # by pid, while they live
         self._loop_saves, self._loop_resumes = False, False
         self._died_at: dict[int, float] = {}  # by rank, until its replacement has caught up
-        self._suspects: dict[int, tuple[Suspect, bool]] = {}  # by rank: what was written down last
+        self._suspects: dict[int, tuple[Suspect, bool]] = {}  # by rank: what was logged last
         self._coordinator_died_at: float | None = None  # until the next one answers
         self._furthest = (0, 0, 0)  # call, epoch and step that any worker has reached
         self._most_finished = 0  # exchanges, as of the newest view
@@ -178,12 +178,13 @@ class Supervisor:
     def supervise(self, begun: str = "") -> None:
         """Start everything, watch it, and return when all of it is gone.
 
-        `begun`: said once the workers are started, where they go on with those of another supervisor.
+        `begun` is shown once the workers are started, where they continue those of another
+        supervisor.
         """
         with self._keep_coordinator(), self._keep_servers():
             self._master = self._listen_for_torchrun()
             try:
-                # With an ear for Ctrl-C: the imports take seconds, and hosts come when they come.
+                # Signals are handled meanwhile: imports take seconds, and hosts may join late.
                 self._display.expect(self._explain_start())
                 while not self._hosts.local.is_ready and not self._has_ended:
                     soon_s = self._display.tick()
@@ -212,7 +213,7 @@ class Supervisor:
     def _explain_start(self) -> str:
         what = "importing torch, once for all workers"
         if self._spec.job.num_servers:
-            what += "; where it is the first time on this machine, loops of the parameter server are compiled for half a minute"
+            what += "; the first start on this machine also compiles the loops of the parameter server, for half a minute"
         return f"starting {self._spec.job.name}: {what}"
 
     @property
@@ -344,12 +345,13 @@ class Supervisor:
             match key.data:
                 case Pipe() as pipe:
                     if pipe.is_shown and self._display.is_full:
-                        self._selector.unregister(pipe)  # its writer waits, as it would with nobody between
+                        # Its writer blocks, as on a pipe without a supervisor between.
+                        self._selector.unregister(pipe)
                         self._held.append(pipe)
                     elif not pipe.pump():
                         self._selector.unregister(pipe)  # its writers are gone
                 case WorkerHandle() as worker:
-                    if not self._hear(worker):
+                    if not self._receive_from(worker):
                         self._selector.unregister(worker.status)
                 case StatusLine() as status:
                     status.attend()
@@ -368,7 +370,7 @@ class Supervisor:
                     hosts.attend()
                     for refused in hosts.refused():
                         self._tell_refused(refused)
-        for news in self._hosts.news():  # before the deaths of those who were there
+        for news in self._hosts.news():  # before the deaths of their processes
             self._host_changed(news)
         if self._hosts.headship is not None and (told := self._hosts.headship.news()):
             self._run.event("journal", said=told)
@@ -418,14 +420,14 @@ class Supervisor:
                         server.lost_with = lost
 
     def _tell_refused(self, reason: str) -> None:
-        """Show why a machine was not admitted; once each, and not for ever: anybody can try."""
+        """Show why a machine was refused; once each, and up to a limit, since anybody can try."""
         if reason not in self._refused and len(self._refused) < MAX_REFUSALS_SHOWN:
             self._refused.add(reason)
             self._run.event("host-refused", reason=reason)
             self._display.note(f"not admitted: {reason}")
 
     def _tell_placed(self) -> None:
-        """Say where ranks start again that were lost, or that they wait for a host."""
+        """Tell where lost ranks restart, or that they wait for a host."""
         placed, self._placed = self._placed, {}
         assert self._hosts.cluster is not None
         if None in placed.values() or any(
@@ -490,7 +492,7 @@ class Supervisor:
         self._control.answer(Resized(told), is_last=True)
 
     def _let_leave(self, number: int, signum: int) -> None:
-        """Let a host leave whose agent was asked to; where it cannot be drained it ends, and counts as lost."""
+        """Let a host leave whose agent asked to; if it cannot be drained it ends, and counts as lost."""
         signalled = f"its agent was stopped by {signal_name(signum)}"
         try:
             self._refuse_resize()
@@ -524,7 +526,7 @@ class Supervisor:
             )
 
     def _resize(self, resize: Resize) -> None:
-        """Have all workers save and leave; the job is launched again when they have."""
+        """Make all workers save and leave; the job is launched again afterwards."""
         before, now = self._spec.job.num_workers, resize.config.workers
         self.resize = resize
         self._run.event("resizing", before=before, workers=now, why=resize.why, leaving=resize.leaving)
@@ -534,7 +536,7 @@ class Supervisor:
         self._feed(lifecycle.LeaveRequested(signal.SIGINT, to_resize=True))
 
     def _fit_hosts(self) -> None:
-        """Go on with fewer workers where ranks have no host and --min-workers allows it, or with more where one came."""
+        """Continue with fewer workers if ranks have no host and --min-workers allows it, or with more once a host joined."""
         if self.resize is not None or self._lifecycle.phase is not JobPhase.RUNNING:
             return
         if self.outcome.has_own_loop and not self._loop_resumes:
@@ -547,14 +549,14 @@ class Supervisor:
         remote = self._hosts.is_stopped(process.pid)
         return system.is_stopped(process.pid) if remote is None else remote
 
-    def _hear(self, worker: WorkerHandle) -> bool:
+    def _receive_from(self, worker: WorkerHandle) -> bool:
         """Handle one message of a worker; False when there is none left."""
         has_spoken, message = worker.hear()
         if message is not None:
-            self._told(worker, message)
+            self._handle_message(worker, message)
         return has_spoken
 
-    def _told(self, worker: WorkerHandle, message: Message) -> None:
+    def _handle_message(self, worker: WorkerHandle, message: Message) -> None:
         match message:
             case Activity(line):
                 self._activity.write(
@@ -647,7 +649,7 @@ class Supervisor:
         if not of_that_name:
             return  # dead, or replaced already
         is_to_blame = not suspect.lenient or self._is_stopped(of_that_name[0])
-        if self._suspects.get(rank) != (suspect, is_to_blame):  # the coordinator says it again and again
+        if self._suspects.get(rank) != (suspect, is_to_blame):  # the coordinator repeats it
             self._suspects[rank] = (suspect, is_to_blame)
             self._run.event(
                 "suspect",
@@ -662,7 +664,7 @@ class Supervisor:
 
     def _exited(self, pid: int, code: int) -> None:
         if pid == self._coordinator.pid:
-            for message in self._coordinator.hear():  # its last words first
+            for message in self._coordinator.hear():  # its remaining messages first
                 self._told_by_coordinator(message)
             self._coordinator_died_at = time.monotonic()
             self.outcome.coordinator_last_lines = self._coordinator.exited()[-NUM_LAST_LINES:]
@@ -670,7 +672,7 @@ class Supervisor:
             self._feed(lifecycle.CoordinatorExited(code, is_final=code == CANNOT_GO_ON))
         elif worker := self._workers.pop(pid, None):
             self._died_at[worker.rank] = time.monotonic()
-            while self._hear(worker):  # its last words first
+            while self._receive_from(worker):  # its remaining messages first
                 pass
             worker.unregister(self._selector)
             worker.close()
@@ -705,7 +707,7 @@ class Supervisor:
                 case lifecycle.KillWorkers(ranks):
                     self._signal(ranks, signal.SIGKILL)
                 case lifecycle.ReplaceWorker(died, incarnation):
-                    if not died.lost_with:  # else where it starts again is told with its host's other ranks
+                    if not died.lost_with:  # else its new place is reported with the host's other ranks
                         self._display.note(outcomes.replacing(died, self._restart.max_restarts))
                     self._start_worker(died.rank, incarnation)
                 case lifecycle.KillServers(numbers):
@@ -727,7 +729,7 @@ class Supervisor:
 
     def _go_back(self, lost: lifecycle.StateLost) -> None:
         checkpoint, reached = self.outcome.checkpoint, self._furthest[2]
-        if reached:  # progress is told now and then, every step is written down
+        if reached:  # progress is reported at intervals, the metrics file has every step
             reached = max(reached, self._run.last_step())
         self.outcome.num_went_back += 1
         self._run.event(
@@ -742,7 +744,7 @@ class Supervisor:
         self._spec = msgspec.structs.replace(self._spec, job=job)
         self._master.close()  # a store that served the former group has its keys
         self._master = self._listen_for_torchrun()
-        self._incarnations = []  # that all of them are new was said when they went
+        self._incarnations = []  # that all are new was reported when they went
         self._servers.start_anew(servers)
         for rank, incarnation in sorted(ranks.items()):
             self._start_worker(rank, incarnation)
@@ -775,14 +777,14 @@ class Supervisor:
     # ---- ending ---------------------------------------------------------------------------------
 
     def _end_everything(self) -> None:
-        """Kill and reap every process of the job, however we got here."""
-        self._lifecycle.phase = JobPhase.ENDED  # nobody is replaced any more
+        """Kill and reap every process of the job, on every path."""
+        self._lifecycle.phase = JobPhase.ENDED  # nothing is replaced any more
         self._servers.note_leases()
         for pid in (*self._workers, *self._servers.living):
             self._hosts.signal(pid, signal.SIGKILL)
         # Where the warm parent is gone, so are all its children.
         with contextlib.suppress(ClusterError):
-            # The coordinator may have something to write down.
+            # The coordinator may have entries to write.
             for signum in (signal.SIGTERM, signal.SIGKILL):
                 self._coordinator.signal(signum)
                 deadline = time.monotonic() + REAP_TIMEOUT_S
@@ -808,6 +810,8 @@ class Supervisor:
             self._display.note(f"{name} has not confirmed that its processes of this job have ended")
 
     def _listen_for_torchrun(self) -> socket.socket:
-        """MASTER_PORT of the workers' environment: taken from the start, so that nobody else has it before rank 0 serves it."""
+        """MASTER_PORT of the workers' environment, bound from the start so that no other process takes
+        it before rank 0 serves it.
+        """
         cluster = self._hosts.cluster
         return socket.create_server((cluster.config.bind if cluster is not None else "127.0.0.1", 0))

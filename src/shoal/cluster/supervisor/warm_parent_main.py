@@ -27,6 +27,7 @@ from shoal.cluster.launch import roles, threads
 from shoal.config.exchange_rule import ORDERED
 from shoal.runtime.forkserver.messages import ServerReady, send
 from shoal.runtime.forkserver.server import ForkServer, flush
+from shoal.runtime.transport import unix
 
 
 def run_role(role: str, fds: dict[str, int]) -> int:
@@ -42,10 +43,10 @@ def run_role(role: str, fds: dict[str, int]) -> int:
 
 
 def _leave_with(supervisor: int) -> None:
-    """Arrange for this process to leave when the supervisor dies.
+    """Arrange for this process to exit when the supervisor dies.
 
-    The kernel's signal comes when the *thread* that started us ends, which
-    need not be the end of the process: so look who the parent is.
+    The kernel's signal comes when the *thread* that started this process ends, which need not be
+    the end of the supervisor: so check the parent's pid.
     """
 
     def on_parent_death(signum: int, frame: FrameType | None) -> None:
@@ -53,35 +54,37 @@ def _leave_with(supervisor: int) -> None:
             raise SystemExit(0)
 
     def ignore(signum: int, frame: FrameType | None) -> None:
-        """Unlike SIG_IGN, a handler goes back to the default in children."""
+        """A handler, unlike SIG_IGN, is reset to the default in children."""
 
     signal.signal(signal.SIGHUP, on_parent_death)
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
     signal.signal(signal.SIGINT, ignore)
-    # No thread here, it forks: where the kernel sends no signal the closed socket of commands ends it.
+    # No thread here, since this process forks; where the kernel sends no signal, the closed command socket
+    # ends it.
     system.die_with_parent(supervisor, signal.SIGHUP, may_start_thread=False)
 
 
 def import_everything(more: list[str]) -> float:
     """Import what children need, `more` beside the usual; returns the seconds it took."""
-    # One thread per library while they load: each would start a pool of its own. Workers set their share later.
+    # One thread per library while they load: each would start its own pool. Workers set their share later.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     if any(name.startswith("shoal.ps.") for name in more):
-        # Threads of a worker that waits for servers sleep at once: spinning, they keep servers from their cores. On 16
-        # cores, 8 workers of two threads and 4 servers made 1.15 M samples/s so, and 1.05 M with OpenMP's default.
+        # Threads of a worker that waits for servers sleep at once: spinning, they take cores from the
+        # servers. On 16 cores, 8 workers of two threads and 4 servers made 1.15 M samples/s so, and 1.05 M
+        # with OpenMP's default.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     started = time.monotonic()
-    gc.disable()  # of what is imported nothing is garbage, and looking for it takes a seventh of the time
+    gc.disable()  # imports create no garbage, and searching for it takes a seventh of the time
     for name in (*roles.PRELOAD, *more):
         importlib.import_module(name)
     _load_kernels(is_all="numba" in more)
     threads.choose_vector_code()
-    # What is made here is not taken apart at the end of each child: torch would deregister its operators one by one, which
-    # copies 30 MiB of shared pages and is half of what a short job costs.
+    # Objects made here are not torn down at the end of each child: torch would deregister its operators one
+    # by one, which copies 30 MiB of shared pages and is half of a short job's cost.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # there is no public list of them
         finalizer.atexit = False
-    # What is imported stays: the collector need not walk it, nor write to its pages, in any child.
+    # Imported objects stay: the collector need not walk them, nor write to their pages, in any child.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -89,10 +92,10 @@ def import_everything(more: list[str]) -> float:
 
 
 def _load_kernels(*, is_all: bool) -> None:
-    """Compiled loops, here and once: no child compiles, nor reads what was compiled from the disk.
+    """Load the compiled loops here, once: no child compiles them or reads them from disk.
 
-    All of them for servers and for workers with rows. Gradients alone are summed by
-    torch operations until the loops for that were compiled, in the background.
+    All of them for servers and for workers with rows. Plain gradients are summed by torch
+    operations until their loops are compiled in the background.
     """
     from shoal.collectives.shm_layout import KERNELS
     from shoal.embedding import fused_updates
@@ -122,6 +125,8 @@ def main(argv: list[str]) -> None:
     send(commands, ServerReady(import_s, roles.protocol_version()))
     with contextlib.suppress(SystemExit):
         ForkServer(commands, run_role, own_sessions=True, allow_threads=False).serve()
+    if not system.IS_LINUX:
+        unix.remove_abandoned_dirs()  # of a supervisor that was killed, and had no time to
     # Without finalizing the interpreter: finalizing torch and numba delays the parent by 0.4 s.
     flush()
     os._exit(0)

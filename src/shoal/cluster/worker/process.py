@@ -1,9 +1,9 @@
-"""Worker process: from a fresh fork to the user's script, and out again in order.
+"""Worker process: from a fresh fork to the user's script, and an orderly exit.
 
-Runs in the child. It sets up everything that `python train.py` would have found
-(environment, folder, arguments, path) and what a job adds (a share of the
-cores, one seed, connections to supervisor and coordinator), runs the script,
-and reports how it ended. The supervisor decides what follows.
+Runs in the child. It sets up everything that `python train.py` would have found (environment,
+folder, arguments, path) and the job's additions (a share of the cores, one seed, connections to
+supervisor and coordinator), runs the script, and reports how it ended. The supervisor decides what
+follows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_spec(spec: WorkerSpec) -> bytes:
-    return msgspec.msgpack.encode(spec, enc_hook=str)  # a Path is all there is to be turned into a str
+    return msgspec.msgpack.encode(spec, enc_hook=str)  # only Path has to be converted to a str
 
 
 def decode_spec(spec: bytes) -> WorkerSpec:
@@ -66,8 +66,8 @@ def decode_spec(spec: bytes) -> WorkerSpec:
 def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     """Run the script until it has ended on every rank; returns the exit code."""
     spec = decode_spec(spec_bytes)
-    # The sockets of coordinator and servers have no name in the file system: these descriptors are the ways to them.
-    # Those of other hosts have an address instead.
+    # The sockets of coordinator and servers have no name in the file system: these descriptors lead to
+    # them. Those of other hosts have an address instead.
     ways = endpoint.ways(fds)
     num_servers = max(len(spec.job.servers), sum(name.startswith("server-") for name in fds))
     job = replace(
@@ -78,7 +78,8 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
         ),
     )
     tls.use(spec.credentials, _connections(job))
-    # A replacement is silent until it has caught up: its output leads elsewhere, and these are where it then goes.
+    # A replacement is silent until it has caught up: its output goes elsewhere until then, and later to
+    # these.
     live_output = (fds["live_stdout"], fds["live_stderr"]) if "live_stdout" in fds else None
     session.attach(rank=job.rank, status=system.packet_socket(fds["status"]), live_output=live_output)
     try:
@@ -87,7 +88,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
         recorder.RECORDER.facts = session.progress_facts
         recorder.start(f"worker-{job.rank}", job.incarnation, run_dir=job.run_dir, send=session.activity)
         torchrun.watch(job, script=spec.script, port=spec.master_port, listener=fds.get("master"))
-        # Kept to the end: what the script made must not be taken apart before the exit handlers have run.
+        # Kept to the end: the script's objects must outlive the exit handlers.
         _kept = _run_with_the_others(spec.script, spec.module, job)
         recorder.stop()
         session.finished()
@@ -95,14 +96,16 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     except BaseException as error:
         _ignore_signals()
         recorder.stop()
-        code = _tell(error, job.rank)
+        code = _report_failure(error, job.rank)
     _ignore_signals()
     clean_up()
     return code
 
 
 def _connections(job: Job) -> tls.Connections:
-    """To servers on other hosts. One keeps a core of each end busy with TLS, so a second one needs cores to spare."""
+    """Connections to servers on other hosts. One keeps a core of each end busy with TLS, so a second
+    one needs spare cores.
+    """
     if not job.rank_hosts:
         return tls.Connections()
     own = job.rank_hosts.count(job.rank_hosts[job.rank]) + -(-job.num_servers // job.num_hosts)
@@ -112,7 +115,7 @@ def _connections(job: Job) -> tls.Connections:
     return tls.Connections(count, tuple(sources))
 
 
-def _tell(error: BaseException, rank: int) -> int:
+def _report_failure(error: BaseException, rank: int) -> int:
     """Report to the supervisor what ended the script; returns the exit code that goes with it."""
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         print(error.code, file=sys.stderr)
@@ -134,7 +137,7 @@ def enter(spec: WorkerSpec, job: Job) -> None:
     failpoints.arm(job.faults, process=f"worker-{job.rank}", incarnation=job.incarnation)
     _seed(job.seed)
     _take_device(job)
-    # Lines, not blocks: a worker that is killed has said what it printed.
+    # Line-buffered: a killed worker's prints are not lost.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # both are TextIOWrapper in a child
     faulthandler.enable()
@@ -143,9 +146,9 @@ def enter(spec: WorkerSpec, job: Job) -> None:
 
 
 def _take_device(job: Job) -> None:
-    """Refuse a device that is not there, before the script begins; make this rank's the current one."""
+    """Refuse a missing device before the script begins; make this rank's device the current one."""
     if job.device in (placement.AUTO, placement.CPU):
-        return  # nothing can be missing: a script that needs a device finds it
+        return  # nothing to check: a script that needs a device finds it
     import torch
 
     placed = placement.of_job(job)
@@ -155,7 +158,7 @@ def _take_device(job: Job) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seed every rank alike, so that ranks which build things at random build the same things."""
+    """Seed every rank alike, so that ranks which build models at random build the same ones."""
     import numpy
     import torch
 
@@ -188,8 +191,8 @@ def _run_with_the_others(script: str, module: str, job: Job) -> dict[str, object
             script_globals = runpy.run_path(script, run_name="__main__")
     except SystemExit as left:
         if failure.exit_code_of(left):
-            raise  # sys.exit() without a reason is an ordinary end
-        has_left_early = not torchrun.has_stepped()  # after --help, say
+            raise  # sys.exit() without a reason is a normal end
+        has_left_early = not torchrun.has_stepped()  # for example after --help
     if not has_left_early:
         torchrun.refuse_undivided(job, script)
     session.end_script()
@@ -197,7 +200,7 @@ def _run_with_the_others(script: str, module: str, job: Job) -> dict[str, object
 
 
 def _heed_signals() -> None:
-    """Turn signals into a request to stop. Where no call would read the request, raise."""
+    """Turn signals into a request to stop. Raise where no call would read the request."""
 
     def on_leave(signum: int, frame: FrameType | None) -> None:
         session.request_stop(_LEAVE[signal.Signals(signum)])
@@ -206,14 +209,16 @@ def _heed_signals() -> None:
 
     for signum in _LEAVE:
         signal.signal(signum, on_leave)
-    # A DataLoader ends its own workers by SIGTERM; they must not take it for a wish.
+    # A DataLoader ends its own workers by SIGTERM, which is no request to the job.
     os.register_at_fork(after_in_child=_forget_signals)
 
 
 def _forget_signals() -> None:
     for signum in _LEAVE:
-        with contextlib.suppress(ValueError):
-            signal.signal(signum, signal.SIG_DFL)
+        # Ignored signals stay ignored: the fork server of the readers ignores them for its children.
+        if callable(signal.getsignal(signum)):
+            with contextlib.suppress(ValueError):
+                signal.signal(signum, signal.SIG_DFL)
 
 
 def _ignore_signals() -> None:
@@ -222,12 +227,12 @@ def _ignore_signals() -> None:
 
 
 def clean_up() -> None:
-    """Run exit handlers and flush, without finalizing the interpreter: torch's threads would not survive that."""
+    """Run exit handlers and flush, without finalizing the interpreter, which torch's threads would not survive."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()  # ends DataLoader workers, among others
-    # A file that the script leaves open is written by python at the end, which does not come here.
+    # Python would flush files that the script leaves open at finalization, which does not happen here.
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
     for stream in (sys.stdout, sys.stderr, *(each for each in objects if type(each) in kinds)):
-        with contextlib.suppress(Exception):  # of a class of the script's own, whatever it raises
+        with contextlib.suppress(Exception):  # a class of the script's own may raise anything
             stream.flush()

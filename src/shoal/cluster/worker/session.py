@@ -1,9 +1,8 @@
 """A worker's session: numbered calls, progress reports, events, and the request to stop.
 
-The Trainer uses it without asking whether there is a job: in a plain process
-calls are only counted, nobody requests a stop, and progress goes to the sink
-given to `listen`, if any. Nothing here blocks training: progress that does not
-fit into the socket is dropped, only the newest counts anyway.
+The Trainer uses it with or without a job: in a plain process calls are only counted, no stop is
+requested, and progress goes to the sink given to `listen`, if any. Nothing here blocks training:
+progress that does not fit into the socket is dropped, since only the newest counts.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from shoal.runtime.transport.messages.supervisor import (
 from shoal.runtime.transport.messages.worker_coordinator import ViewFormed
 
 REPORT_EVERY_S = 0.1
-"""Progress is told at most so often, except where a phase or an epoch begins or ends."""
+"""Minimum interval of progress reports, except where a phase or an epoch begins or ends."""
 
 SEND_TIMEOUT_S = 10.0
-"""For what must arrive. The supervisor reads all the time; one that does not for so long is gone."""
+"""For messages that must arrive. The supervisor reads all the time; after this long without reading it is gone."""
 
 
 @dataclass(slots=True)
@@ -58,21 +57,22 @@ class _Session:
     runs_collectives: bool = False
     is_live: bool = True
     live_output: tuple[int, int] | None = None
+    notes: list[str] = field(default_factory=list)  # shown once the output of a replacement is
     sink: Callable[[Progress], object] | None = None
     num_calls: int = 0
-    num_begun: int = 0  # calls that every rank makes; one less than num_calls while it waits for the others
+    num_begun: int = 0  # calls begun by every rank; one less than num_calls while it waits for the others
     is_waiting: bool = False  # for the other ranks, at a call or at the script's end
     stop: str | None = None
     report_at: float = 0.0
     reported: tuple[str, int, int] = ("", -1, 0)
-    progress: dict[str, Any] = field(default_factory=dict)  # as reported last, for the record of activity
+    progress: dict[str, Any] = field(default_factory=dict)  # last report, for the activity record
     samples: int = 0
     seconds: float = 0.0
     steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     staleness: Counter[int] = field(default_factory=Counter)
     row_cache: Counter[str] = field(default_factory=Counter)
-    row_cache_told: Counter[str] = field(default_factory=Counter)  # in the record of activity
+    row_cache_told: Counter[str] = field(default_factory=Counter)  # already in the activity record
     fan_in: Counter[str] = field(default_factory=Counter)
     num_late: int = 0
     num_missed: int = 0
@@ -89,7 +89,8 @@ _session = _Session()
 def attach(*, rank: int, status: socket.socket, live_output: tuple[int, int] | None = None) -> None:
     """Send to the supervisor through `status` from now on. Called once, by the launcher.
 
-    `live_output` is given to a replacement: where its stdout and stderr lead once it has caught up.
+    `live_output` is given to a replacement: the targets of its stdout and stderr once it has caught
+    up.
     """
     global _session
     _session = _Session(
@@ -108,22 +109,22 @@ def agree_through(client: CoordinatorClient) -> None:
 
 
 def regroup_through(regroup: Callable[[], None] | None) -> None:
-    """Call `regroup` where a wait for the others is interrupted because a view is being formed.
+    """Call `regroup` when a wait for the others is interrupted because a view is being formed.
 
-    It leaves this process's group, enters the next view (`enter_view`), and
-    returns when what a view needs is done; the wait then begins again.
+    It leaves this process's group, enters the next view (`enter_view`), and returns when that view
+    is set up; the wait then begins again.
     """
     _session.regroup = regroup
 
 
 def listen(sink: Callable[[Progress], None] | None) -> None:
-    """In a plain process: give progress to `sink`, None to nobody. A launched worker keeps its supervisor."""
+    """In a plain process: give progress to `sink`, or to nobody (None). A launched worker keeps its supervisor."""
     if _session.status is None:
         _session.sink = sink
 
 
 def begin_call(kind: str, detail: str) -> int:
-    """Count a call into shoal, and wait until every rank makes the same one. The calls count from 1."""
+    """Count a call into shoal, and wait until every rank makes the same one. Calls count from 1."""
     failpoint("worker: a call begins")
     jobs.share()
     _session.num_calls += 1
@@ -138,7 +139,7 @@ def end_script() -> None:
     failpoint("worker: script ended")
     for act in _session.at_end:
         act()
-    # The last work of a script with its own group is often one rank's alone, and takes as long as it takes.
+    # The last work of a script with its own group is often one rank's alone, and may take any time.
     if (client := _session.client) is not None and not _session.has_own_group:
         _through_regroups(lambda: client.end_script(_session.num_calls))
     live()
@@ -150,7 +151,7 @@ def at_end(act: Callable[[], None]) -> None:
 
 
 def own_group() -> None:
-    """The script forms a process group of its own: the ranks meet there and not at calls into shoal."""
+    """Record that the script forms its own process group: ranks meet there and not at calls into shoal."""
     _session.has_own_group = True
     live()
 
@@ -161,21 +162,20 @@ def has_own_group() -> bool:
 
 
 def runs_collectives() -> None:
-    """The script itself runs collectives, within a model of which each rank has parts: one may break when a peer dies."""
+    """Record that the script itself runs collectives, within a partitioned model: one may break when a peer dies."""
     _session.runs_collectives = True
 
 
 def meets_peers() -> bool:
-    """Whether what a backend raises out of the script may be a peer's death."""
+    """Whether a backend's error in the script may be caused by a peer's death."""
     return _session.has_own_group or _session.runs_collectives
 
 
 def enter_view(*, view_left: int, finished: int, waited_s: float = 0.0, waited_in: str = "") -> ViewFormed:
-    """Wait for all ranks at the next view. In a plain process there is one view, and nobody to wait for.
+    """Wait for all ranks at the next view. In a plain process there is one view and no wait.
 
-    `waited_s` is how long this rank waited for the others in the exchange
-    that broke (`waited_in`): the missing rank has used up that much of its
-    time-out.
+    `waited_s` is the time this rank waited for the others in the exchange that broke (`waited_in`):
+    the missing rank has used up that much of its time-out.
     """
     jobs.share()
     if (client := _session.client) is None:
@@ -201,16 +201,27 @@ def live() -> None:
     _session.is_live = True
     if _session.live_output is not None:
         for stream, fd, live_fd in zip((sys.stdout, sys.stderr), (1, 2), _session.live_output, strict=True):
-            stream.flush()  # what was printed so far belongs to the past
+            stream.flush()  # output so far is replayed work
             os.dup2(live_fd, fd, inheritable=True)
             os.close(live_fd)
     _send(Live(rank=_session.rank))
+    for note in _session.notes:
+        print(note, file=sys.stderr, flush=True)
+    _session.notes.clear()
+
+
+def say_when_live(note: str) -> None:
+    """Print to stderr; in a replacement whose output is still muted, when it has caught up."""
+    if _session.is_live:
+        print(note, file=sys.stderr, flush=True)
+    else:
+        _session.notes.append(note)
 
 
 def _through_regroups(wait: Callable[[], None]) -> None:
     _session.is_waiting = True
-    # Before the look, so that no signal falls between: who was asked to leave waits for nobody, and others need not
-    # come to where nobody is.
+    # Before the check, so that no signal falls between: a rank that was asked to leave waits for nobody,
+    # and the others need not come.
     if _session.stop is not None:
         raise KeyboardInterrupt
     while True:
@@ -222,7 +233,8 @@ def _through_regroups(wait: Callable[[], None]) -> None:
             if _session.regroup is None:
                 raise
             regroup = _session.regroup
-        # Outside of the handler: whatever of the old group the exception's frames hold is let go first.
+        # Outside the handler: the exception's frames may refer to the old group, and must be released
+        # first.
         regroup()
 
 
@@ -296,7 +308,7 @@ def note(fact: LedgerFact) -> None:
 
 
 def summary(*, metrics: Mapping[str, float], samples: int, seconds: float, steps: int) -> None:
-    """Add to the totals of the run; of the metrics the newest count."""
+    """Add to the totals of the run; of metrics the newest value counts."""
     _session.samples += samples
     _session.seconds += seconds
     _session.steps += steps
@@ -316,12 +328,12 @@ def cached(*, num_hits: int, num_misses: int) -> None:
 
 
 def merged(*, num_pushes: int, num_sent: int) -> None:
-    """Add to the counts of an aggregator: pushes of workers, and those that it made of them."""
+    """Add to the counts of an aggregator: pushes received from workers, and merged pushes sent."""
     _session.fan_in.update(pushes=num_pushes, sent=num_sent)
 
 
 def saved_keys(num_bytes: int) -> None:
-    """Add to the bytes of keys that were not sent, because a server on another host had them."""
+    """Add to the bytes of keys not sent, because a server on another host had them cached."""
     _session.key_bytes_saved += num_bytes
 
 
@@ -331,7 +343,7 @@ def shared(num_bytes: int) -> None:
 
 
 def progress_facts() -> dict[str, Any]:
-    """Where the script is, as reported last; and lookups in the row cache since the last call."""
+    """Position of the script as last reported; and row cache lookups since the last call."""
     if not _session.row_cache:
         return _session.progress
     counted = Counter(_session.row_cache)
@@ -340,7 +352,7 @@ def progress_facts() -> dict[str, Any]:
 
 
 def activity(line: str) -> bool:
-    """Send what this process did in the last second; False where it was dropped."""
+    """Send the activity of the last second; False if it was dropped."""
     return _send(Activity(line), wait=False)
 
 
@@ -378,16 +390,15 @@ def stop_requested() -> str | None:
 
 
 def _write_down(kind: str, facts: dict[str, Any]) -> None:
-    if os.getpid() == _session.pid:  # a process of the worker's own, forked from it, has no line of its own
+    if os.getpid() == _session.pid:  # a process forked by the worker has no connection of its own
         _send(Happened(_session.rank, kind, msgspec.json.encode(facts).decode()))
 
 
 def _send(message: Message, *, wait: bool = True) -> bool:
-    """True where it was sent."""
     if _session.status is None:
         return False
-    # A full socket drops progress; a closed one means the supervisor is gone, and we with it in a moment.
-    # The lock: threads that read data tell what happens to them.
+    # A full socket drops progress; a closed one means the supervisor is gone, and this process soon
+    # follows. Locked, because data-reading threads report too.
     with _session.sending, contextlib.suppress(OSError):
         _session.status.settimeout(SEND_TIMEOUT_S if wait else 0.0)
         _session.status.sendall(b"".join(framing.encode(message)))

@@ -1,9 +1,8 @@
-"""Identity of a dataset and functions, as a hash: equal only where they give the same.
+"""Identity of a dataset and functions, as a hash: equal only if they give the same results.
 
-Data in memory counts by content, tables by their identity, functions by their
-code and by what it refers to. Where something cannot be looked into (a foreign
-dataset, an open connection, an object of a class that cannot be compared) there
-is no identity: then nothing is reused, which is slow and never wrong.
+Data in memory counts by content, tables by their identity, functions by their code and everything
+it refers to. If something cannot be inspected (a foreign dataset, an open connection, an object of
+an incomparable class) there is no identity: then nothing is reused, which is slow and never wrong.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("std
 _OURS = os.path.realpath(Path(__file__).parents[2])
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, type(Ellipsis)})
 
-_MEMORIES = {"_chosen"}  # what a filter has found out, of what it is made of anyway
+_MEMORIES = {"_chosen"}  # a filter's own results, which follow from its definition
 
 
 class _Unknown(Exception):
-    """Not an error: something that cannot be compared. Never leaves this file."""
+    """Internal: something that cannot be compared. Never leaves this file."""
 
 
 def identity_of(source: Source | Stream, order: Order | None, *others: Any) -> str | None:
-    """The key of an aggregate over a dataset, and of whatever else it depends on; None where nobody can tell."""
+    """Key of an aggregate over a dataset and its other dependencies; None if it cannot be determined."""
     while isinstance(order, Shuffled):  # the same samples
         order = order.parent
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -59,11 +58,11 @@ def _hashed(*parts: str | bytes) -> str:
 
 
 class _Walk:
-    """One look at an object and all that it refers to."""
+    """One walk over an object and all that it refers to."""
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
-        self._alive: list[Any] = []  # so that no id is used twice meanwhile
+        self._alive: list[Any] = []  # keeps ids unique meanwhile
 
     def of(self, thing: Any) -> str:
         if type(thing) in _PLAIN:
@@ -72,10 +71,10 @@ class _Walk:
             return self._seen[id(thing)]
         self._seen[id(thing)] = _hashed("seen", str(len(self._seen)))  # whatever refers back to it
         self._alive.append(thing)
-        found = self._seen[id(thing)] = self._look(thing)
+        found = self._seen[id(thing)] = self._identify(thing)
         return found
 
-    def _look(self, thing: Any) -> str:
+    def _identify(self, thing: Any) -> str:
         kind = type(thing)
         if kind in (tuple, list) or (isinstance(thing, tuple) and hasattr(thing, "_fields")):
             return _hashed("list", self.of(kind), *map(self.of, thing))
@@ -124,7 +123,7 @@ class _Walk:
         return _hashed("ufunc", name, np.__version__)
 
     def _module(self, module: types.ModuleType) -> str:
-        """A library's by its version, shoal's by its file; what a user's holds at the moment cannot be told."""
+        """A library by its version, shoal by its file; the present content of a user's module is unknown."""
         file = os.path.realpath(getattr(module, "__file__", None) or "")
         if not getattr(module, "__file__", None) or _is_below(file, _LIBRARIES):
             return _hashed("library", module.__name__, str(getattr(module, "__version__", "")))
@@ -167,7 +166,7 @@ class _Walk:
             self._code(constant, scope) if isinstance(constant, types.CodeType) else self.of(constant)
             for constant in code.co_consts
         ]
-        # Names of attributes are among them; where a global is called like one, it only makes the key finer.
+        # Names of attributes are among them; a global of the same name only makes the key finer.
         used = [(name, self.of(scope[name])) for name in code.co_names if name in scope]
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         return _hashed(

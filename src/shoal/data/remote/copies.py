@@ -1,8 +1,8 @@
-"""Second copies of files, with hashes of their blocks: a file that disappears or rots is read from a copy.
+"""Second copies of files, with hashes of their blocks: a lost or corrupted file is read from a copy.
 
-A copy is made once, by whichever worker comes first, and its hashes are
-written last: a copy without hashes is made anew. Every block is compared with
-its hash when it is first read, and again when its file has changed.
+A copy is made once, by whichever worker comes first, and its hashes are written last: a copy
+without hashes is made again. Every block is compared with its hash when it is first read, and again
+when its file has changed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CopiedFiles(Files):
         self._lost: dict[str, str] = {}  # by path: why it is not read any more
 
     def expand(self, where: Where, endings: Sequence[str] = ()) -> list[FileInfo]:
-        """The files behind `where`, each of them copied by now; for a file that is gone already, its copy stands in."""
+        """Files behind `where`, each copied already; a copy replaces a file that is gone."""
         try:
             found = self._files.expand(where, endings)
         except NoFiles:
@@ -100,7 +100,7 @@ class CopiedFiles(Files):
         for hashes in gone:
             self._hashes[hashes.url] = hashes
             self._lost[hashes.url] = "it is not there"
-            self._tell(hashes.url, hashes.url)
+            self._report_loss(hashes.url, hashes.url)
         return sorted([*found, *(FileInfo(each.url, each.num_bytes, each.stamp) for each in gone)])
 
     def _copied_before(self, where: Where, endings: Sequence[str]) -> list[_Hashes]:
@@ -131,7 +131,7 @@ class CopiedFiles(Files):
             except (OSError, FileLost) as error:
                 self._lost[path] = _why(error)
                 reasons.append(f"{path}: {self._lost[path]}")
-                self._tell(url, path)
+                self._report_loss(url, path)
         raise FileLost(
             url=url, reason=f"none of its {len(reasons)} copies can be read ({'; '.join(reasons)})"
         )
@@ -143,7 +143,7 @@ class CopiedFiles(Files):
     def _paths(self, url: str) -> list[str]:
         return [url, *(str(_copy_of(url, place)) for place in self._places)]
 
-    def _tell(self, url: str, path: str) -> None:
+    def _report_loss(self, url: str, path: str) -> None:
         left = next((each for each in self._paths(url) if each not in self._lost), None)
         if left is None:
             return
@@ -187,7 +187,7 @@ class CopiedFiles(Files):
         return data
 
     def _copied(self, info: FileInfo, place: Path) -> _Hashes:
-        """Have a whole copy of this version of the file there; returns its hashes."""
+        """Ensure a complete copy of this version of the file there; returns its hashes."""
         copy = _copy_of(info.url, place)
         known = _hashes_of(copy, info)
         if known is not None:

@@ -1,12 +1,10 @@
-"""A reader process: takes tasks from its line, does them in order, lays the results into shared memory.
+"""A reader process: takes tasks from its socket, runs them in order, writes the results to shared memory.
 
-Runs in a child of the pool's fork server. Knows nothing of the other readers;
-that a result is lost when this process dies is its owner's to mend. Arrays and
-tensors of a result, however deep inside it, are laid into a file in RAM (so the size
-of /dev/shm is no limit); the rest is pickled beside them, between processes of
-one user. The receiver's arrays lie in that memory and nothing is copied again.
-When the last of them is gone the segment is reused: pages that exist already
-are ten times faster to write than new ones.
+Runs in a child of the pool's fork server. Independent of the other readers; its owner retries
+results lost with this process. Arrays and tensors of a result, at any depth, are written to a file
+in RAM (so the size of /dev/shm is no limit); the rest is pickled beside them, between processes of
+one user. The receiver's arrays are views of that memory: nothing is copied again. When the last of
+them is gone the segment is reused: existing pages are ten times faster to write than new ones.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ _KEPT_SEGMENTS = 4
 """Of one process, free and waiting to be used again."""
 
 _MAX_USED_SEGMENTS = 16
-"""Of one process, by values that a consumer keeps; beyond, they are copied out. Each costs a descriptor here."""
+"""Segments of one process held by a consumer's values; beyond, values are copied out. Each costs a descriptor here."""
 
 
 class Parcel(NamedTuple):
@@ -67,7 +65,7 @@ class Parcel(NamedTuple):
 
 
 class Sender:
-    """Lays values into segments. One process's end; the other end is a Receiver."""
+    """Writes values into segments. One process's end; the other end is a Receiver."""
 
     def __init__(self) -> None:
         self._segments: dict[int, mmap.mmap] = {}
@@ -103,7 +101,7 @@ class Sender:
             number = min(large_enough, key=self._size)
             self._free.remove(number)
             return number, None
-        if self._free:  # values have grown: what was large enough yesterday would wait here for ever
+        if self._free:  # values have grown: a segment that was large enough before would never be used again
             self._drop(min(self._free, key=self._size))
         # A little more than asked for: the next value is rarely of exactly this size.
         size = -(-(num_bytes + num_bytes // 8) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -132,8 +130,8 @@ class Receiver:
     def __init__(self) -> None:
         self._segments: dict[int, mmap.mmap] = {}
         self._num_used = 0
-        # Consumers release values in any thread and at any moment: this is all that happens then.
-        self._let_go: deque[int] = deque()
+        # Consumers release values in any thread and at any moment: only this happens then.
+        self._released: deque[int] = deque()
 
     def receive(self, parcel: Parcel, fd: int | None) -> Any:
         """The value; `fd` stays the caller's to close. What is in it is the consumer's, to change as well."""
@@ -141,20 +139,20 @@ class Receiver:
             del self._segments[number]
         if fd is not None:
             self._segments[parcel.segment] = memfd.map_shared(fd, parcel.num_bytes)
-        # All arrays of the value lie in this one and keep it alive.
+        # All arrays of the value are in this one and keep it alive.
         whole: NDArray[np.uint8] = np.frombuffer(self._segments[parcel.segment], np.uint8)
-        weakref.finalize(whole, self._let_go.append, parcel.segment).atexit = False
+        weakref.finalize(whole, self._released.append, parcel.segment).atexit = False
         self._num_used += 1
         view = memoryview(whole)  # type: ignore[arg-type]  # an array is a buffer
         spans, packed = ForkingPickler.loads(view[parcel.begin : parcel.end])
         buffers: list[Any] = [view[begin:end] for begin, end in spans]
-        if self._num_used - len(self._let_go) > _MAX_USED_SEGMENTS:
+        if self._num_used - len(self._released) > _MAX_USED_SEGMENTS:
             buffers = [bytearray(buffer) for buffer in buffers]
         return ForkingPickler.loads(packed, buffers=buffers)
 
     def releases(self) -> list[int]:
-        """Segments that the sender may use again; each is told once."""
-        released = [self._let_go.popleft() for _ in range(len(self._let_go))]
+        """Segments that the sender may reuse; each is returned once."""
+        released = [self._released.popleft() for _ in range(len(self._released))]
         self._num_used -= len(released)
         return released
 
@@ -210,7 +208,7 @@ def _aligned(at: int) -> int:
 
 
 INLINE_BYTES = 16 << 10
-"""A task that is longer goes in a file of its own: what is sent must never wait for a process that is busy."""
+"""A longer task goes in a file of its own: sending must never wait for a busy process."""
 
 ASKS_FOR_STACK = signal.SIGUSR2
 """Tells a process to write its stack behind the task number in its notes."""
@@ -260,7 +258,7 @@ class ReadOutcome(NamedTuple):
             return self.value
         cause = Elsewhere(self.traceback) if self.traceback else None
         try:
-            if isinstance(self.error, StopIteration):  # would pass for the end of the data
+            if isinstance(self.error, StopIteration):  # would be taken for the end of the data
                 raise RuntimeError("reading raised StopIteration") from cause
             raise self.error from cause
         finally:
@@ -352,9 +350,8 @@ def _deliver(line: socket.socket, sender: Sender, number: int, outcome: ReadOutc
 
 
 def _failed(error: BaseException) -> ReadOutcome:
-    if "CUDA in forked subprocess" in str(
-        error
-    ):  # what torch says then does not fit: nobody asked for a fork
+    # torch's own hint does not apply: the user did not ask for a fork.
+    if "CUDA in forked subprocess" in str(error):
         error.add_note(
             "raised in a process of map(fn, workers=...), which has no GPU: keep samples on the CPU there. fit, evaluate and "
             "predict put batches on the GPU; functions that need it belong behind batch: data.batch(n).map(fn)."

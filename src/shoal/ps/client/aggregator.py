@@ -1,12 +1,10 @@
 """Aggregator: pushes of the workers of one host, merged into one before the servers.
 
-It speaks to workers as a server does (pushes, StepEnd, Committed), and to the
-servers as a client. It holds nothing that anybody needs: a worker keeps its
-push until it is acknowledged, and pushes it itself where the aggregator is
-gone, or was told that the merged push did not count. A merged push carries the
-names of all pushes in it, so servers count each of them once, whichever way it
-comes. `Combiner` decides and is pure; `Aggregator` is the thread around it, in
-the first worker of every group.
+It acts as a server to workers (pushes, StepEnd, Committed), and as a client to the servers. It
+holds no state that must survive: a worker keeps its push until it is acknowledged, and pushes it
+itself if the aggregator is gone or the merged push did not count. A merged push carries the names
+of all pushes in it, so servers count each of them once, whichever way it comes. `Combiner` decides
+and is pure; `Aggregator` is the thread around it, in the first worker of every group.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from shoal.runtime.transport.shared_client import Link
 from shoal.runtime.transport.shared_server import Listener, Request
 
 RETRY_S = 1.0
-"""Pause before an aggregator that could not be reached is tried again; pushes go to the servers meanwhile."""
+"""Pause before an unreachable aggregator is retried; pushes go to the servers meanwhile."""
 
 FIRST_NUMBER = 900_000_000
 """Of aggregators among a worker's low-level clients, whose names servers of other hosts take: no script opens so many."""
@@ -83,9 +81,9 @@ class PushAnswer:
 
 
 class Combiner:
-    """Pushes on their way to the servers: one merged push at a time, of whatever has come by then.
+    """Pushes on their way to the servers: one merged push at a time, of whatever has arrived by then.
 
-    Nobody is waited for, so a worker that is slow or dead keeps no other.
+    It waits for nobody, so a slow or dead worker delays no other.
     """
 
     def __init__(self, fan_in: int) -> None:
@@ -94,18 +92,18 @@ class Combiner:
         self._sent: dict[int, WorkerPush] = {}
 
     def offer(self, member: int, push: WorkerPush) -> list[Forward | PushAnswer]:
-        """A worker's push is whole. It has one under way at most; a newer one takes its place."""
+        """Add a worker's complete push. It has at most one in progress; a newer one replaces it."""
         self._waiting.pop(member, None)
         self._waiting[member] = push
         return self._forward()
 
     def answered(self, *, counts: bool) -> list[Forward | PushAnswer]:
-        """The servers have answered the merged push; `counts` in every slot, all of it."""
+        """The servers have answered the merged push; `counts` if all of it is applied in every slot."""
         sent, self._sent = self._sent, {}
         return [*(PushAnswer(member, push, counts) for member, push in sent.items()), *self._forward()]
 
     def lost(self, member: int) -> None:
-        """A connection is over. What is not on its way yet is for its worker to push, or for who runs its lease."""
+        """A connection is over. Pushes not sent yet are left to their worker, or to the next holder of its lease."""
         self._waiting.pop(member, None)
         self._sent.pop(member, None)
 
@@ -170,7 +168,7 @@ def name_of(job: Job, leader: int, model: int) -> str:
 
 
 class AggregatorGroup(Group):
-    """A worker's connection to its aggregator, in the place of servers: one, of all slots, in one view for ever."""
+    """A worker's connection to its aggregator, in the role of servers: one server, with all slots, in one fixed view."""
 
     def __init__(self, job: Job, address: str) -> None:
         view = ServerView(1, [[0]] * NUM_SLOTS, {0: 0})
@@ -207,12 +205,12 @@ class AggregatorGroup(Group):
         return False
 
     def finish_or_hand_over(self, step: PushStep, servers: Group) -> None:
-        """See a push to its end; past the aggregator where that is gone, or could not have it counted."""
+        """Complete a push; directly to the servers if the aggregator is gone, or could not have it counted."""
         try:
             step.receive(self)
             is_over = not step.is_late
         except (LinkLost, ViewChanged, ShoalError):
-            self.close()  # whatever it still says is not heard
+            self.close()  # its later messages are ignored
             is_over = False
         if not is_over:
             step.group, step.sent_in = servers, 0
@@ -253,7 +251,9 @@ class Aggregator:
         self._thread.join()
 
     def _listen(self) -> socket.socket:
-        """Processes that a killed predecessor forked may hold its socket for some seconds yet: workers push by themselves till then."""
+        """Processes forked by a killed predecessor may hold its socket for some seconds: workers push
+        directly until then.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         while not self._is_over:
             try:
@@ -265,7 +265,7 @@ class Aggregator:
         return sock
 
     def _run(self) -> None:
-        self._listener = Listener(self._listen(), self._selector, hear=self._hear, gone=self._gone)
+        self._listener = Listener(self._listen(), self._selector, hear=self._handle_request, gone=self._gone)
         ticked_at = time.monotonic()
         while not self._is_over:
             for key, mask in self._selector.select(TICK_S):
@@ -281,7 +281,7 @@ class Aggregator:
         self._group.close()
         self._lines.close()
 
-    def _hear(self, request: Request) -> None:
+    def _handle_request(self, request: Request) -> None:
         answer: Message | None = None
         try:
             answer = self._answer_to(request)
@@ -341,7 +341,7 @@ class Aggregator:
     _committed: msg.Committed | None = None
 
     def _push(self, pushes: tuple[WorkerPush, ...]) -> msg.Committed | None:
-        """Push to the servers; None where they did not, or may not, count all of it."""
+        """Push to the servers; None if they did not, or may not, count all of it."""
         found = merge(pushes)
         step = PushStep(self._group, found.end.stream, found.end.seq)
         try:

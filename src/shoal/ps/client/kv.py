@@ -7,14 +7,12 @@
     pushed = kv.push(weights, keys, gradient) # one update, however often it has to be sent
     kv.pull(weights, keys, after=[pushed])
 
-Requests of one `kv` are carried out in the order in which they were made: a
-pull sees all pushes before it. A push is acknowledged when every copy of its
-rows has it. It is named by the worker's rank and how many there were before
-it, so a worker that was killed and runs again from the top repeats its names,
-and what counted once is not counted again. Servers deduplicate by the last
-seq that was applied, so a push must never overtake another: where one has to
-be sent again, all that are not acknowledged are, in order. Nothing runs by
-itself; every call moves requests on as far as it can without waiting.
+Requests of one `kv` are executed in the order in which they were made: a pull sees all pushes
+before it. A push is acknowledged when every copy of its rows has it. It is named by the worker's
+rank and the number of pushes before it, so a killed worker that runs again from the top repeats its
+names, and a push is not applied twice. Servers deduplicate by the last applied seq, so a push must
+never overtake another: to retry one, all unacknowledged ones are sent again, in order. There is no
+background thread; every call advances requests as far as it can without waiting.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class KvRequest:
         raise NotImplementedError
 
     def keep(self) -> None:
-        """The caller's arrays are the caller's again: have a copy of what is still needed of them."""
+        """Copy what is still needed: the caller may change its arrays afterwards."""
 
     def receive(self, group: Group) -> None:
         """Wait for the answers; raises ViewChanged or LinkLost where there will be none."""
@@ -119,8 +117,9 @@ class KvRequest:
         self._left[server] = (group.link(server), group.send(server, message, frames, into))
 
     def _forget(self, group: Group) -> None:
-        """Before it is asked again. Memory of an earlier view stays until this one answers, on the same connection:
-        only then nobody can write into it, or read it, any more. What lies elsewhere is left to its connection.
+        """Before a retry. Memory of an earlier view stays until this one answers, on the same
+        connection: only then can nothing write into it, or read it, any more. Memory of other
+        connections is left to them.
         """
         self._left = {}
         links = {id(group.link(server)) for server in group.servers}
@@ -163,7 +162,8 @@ class Push(KvRequest):
         holders = {server for server, _, _ in parts}
         for server in group.servers:
             num_pushes = int(server in holders)
-            # Named, because a server without any of the keys counts it too: as an update of this table, not of a model.
+            # Named, because a server without any of the keys counts it too: as an update of this table, not
+            # of a model.
             end = msg.StepEnd(
                 *name,
                 rank=self._rank,
@@ -211,7 +211,9 @@ class Pull(KvRequest):
     def __init__(
         self, table: msg.TableSpec, keys: Keys, inverse: NDArray[np.int32] | None, shape: tuple[int, ...]
     ) -> None:
-        """`keys` strictly increasing and nobody else's; `inverse`: where the row of each key asked for is among them, None: just there."""
+        """`keys` strictly increasing and owned by this pull; `inverse`: position among them of each
+        requested key, None: identity.
+        """
         self._dtype = np.dtype(table.dtype)
         super().__init__(table, keys.nbytes + len(keys) * table.dim * self._dtype.itemsize)
         self._keys, self._inverse, self._shape = keys, inverse, shape
@@ -261,13 +263,15 @@ class Pull(KvRequest):
 
 
 MAX_REQUESTS = 64
-"""Under way at a time; one more waits for the oldest. Far fewer than a server keeps of a view that it does not know yet."""
+"""Limit of requests in progress; one more waits for the oldest. Far fewer than a server keeps of a
+view that it does not know yet.
+"""
 
 MAX_BYTES = 1 << 30  # the same for what they carry
 
 
 class RequestQueue:
-    """An operation of the group: all that is under way, up to the request that is waited for."""
+    """Operation of the group: all requests in progress, up to the awaited one."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -276,7 +280,7 @@ class RequestQueue:
         self._held: deque[tuple[KvRequest, list[KvRequest]]] = deque()
         self._target: KvRequest | None = None
         self._is_behind = False
-        self.failed: list[KvRequest] = []  # refused, and nobody has been told yet
+        self.failed: list[KvRequest] = []  # refused, and not reported yet
 
     @property
     def all(self) -> list[KvRequest]:
@@ -318,7 +322,7 @@ class RequestQueue:
         self._target = request
         self._group.finish(self)
 
-    # ---- as the group sees it -------------------------------------------------------------------
+    # ---- Operation ------------------------------------------------------------------------------
 
     def send(self, group: Group) -> None:
         for request in self._sent:
@@ -363,13 +367,13 @@ class RequestQueue:
             self._sent.pop()
             raise
         except BaseException:
-            self.sent_in = 0  # who knows how much of it has left
+            self.sent_in = 0  # an unknown part of it was sent
             raise
         finally:
             request.keep()
 
     def _flush(self) -> None:
-        """Send what is buffered: nobody may wait for it for long."""
+        """Send buffered requests: they must not wait for long."""
         for server in self._group.servers:
             self._group.link(server).flush()
 
@@ -517,7 +521,7 @@ class Handle:
     @property
     def is_done(self) -> bool:
         """True once it was answered; does not wait."""
-        self._kv._look()
+        self._kv._advance()
         return self._request.is_done
 
 
@@ -602,8 +606,8 @@ class Kv:
             waits_for = self._requests(after)
             self._seq += 1
             if self._seq >= self._counted:
-                # A replacement has caught up. What its predecessor said after this push nobody knows: it is said, if
-                # need be, twice.
+                # A replacement has caught up. Whether its predecessor printed after this push is unknown:
+                # output may be repeated.
                 session.live()
             push = Push(spec, flat, rows, stream=self._stream, seq=self._seq, rank=self._rank)
             self._line.add(push, waits_for)
@@ -630,7 +634,7 @@ class Kv:
                 for request in self._line.all:
                     self._line.finish(request)
                 for request in self._line.failed[:1]:
-                    self._tell(request)
+                    self._raise_if_refused(request)
                 return None
             if handle._kv is not self:
                 return handle._kv.wait(handle)
@@ -638,7 +642,7 @@ class Kv:
             if not request.is_done:
                 self._check_open()
                 self._line.finish(request)
-            self._tell(request)
+            self._raise_if_refused(request)
             return request.result if isinstance(request, Pull) else None
 
     # ---- on disk --------------------------------------------------------------------------------
@@ -697,7 +701,7 @@ class Kv:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _advance(self) -> None:
         with self._lock:
             if not self._is_closed:
                 self._line.advance()
@@ -719,7 +723,7 @@ class Kv:
                 handle._kv.wait(handle)
         return [handle._request for handle in after if handle._kv is self]
 
-    def _tell(self, request: KvRequest) -> None:
+    def _raise_if_refused(self, request: KvRequest) -> None:
         self._line.failed = [each for each in self._line.failed if each is not request]
         if request.error is not None:
             raise request.error

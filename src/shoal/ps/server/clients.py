@@ -1,8 +1,7 @@
 """Connections to a server, the fencing of replaced incarnations, and requests without an answer yet.
 
-Pure bookkeeping: nothing here decides, and who is dropped is returned, not
-done. A reply that says "it counts" waits until every other holder of the
-slots has acknowledged what was shipped by then.
+Pure bookkeeping: dropped peers are returned, not closed. A reply that confirms an update waits
+until every other holder of the slots has acknowledged what was shipped by then.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from shoal.runtime.transport.messages.message import Message
 
 
 class Clients:
-    """Peers that said Hello. Of one name only the newest incarnation is heard."""
+    """Peers that said Hello. Of one name only the newest incarnation is accepted."""
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[str, int]] = {}
@@ -46,14 +45,14 @@ class Clients:
             self._ranks[peer] = rank
 
     def remove(self, peer: int) -> int | None:
-        """Forget a closed connection; the rank that is thereby out of reach, if any."""
+        """Forget a closed connection; returns the rank that is thereby unreachable, if any."""
         name, incarnation = self._names.pop(peer, ("", 0))
         self._ranks.pop(peer, None)
         is_last = self._newest.get(name) == incarnation and (name, incarnation) not in self._names.values()
         return rank_of(name) if is_last else None
 
     def fence(self, name: str, incarnation: int) -> list[int]:
-        """Raise the newest incarnation of a name; the peers of older ones, which are forgotten."""
+        """Raise the newest incarnation of a name; returns the peers of older ones, which are forgotten."""
         self._newest[name] = newest = max(incarnation, self._newest.get(name, 0))
         old = [peer for peer, (who, which) in self._names.items() if who == name and which < newest]
         for peer in old:
@@ -88,11 +87,11 @@ class WaitingRequests:
     # For the other ranks of an exchange, by its number.
     posts: dict[int, list[Request]] = field(default_factory=dict)
     replies: list[PendingReply] = field(default_factory=list)  # for other servers
-    # For the client that holds pushes back while it reads a checkpoint.
+    # For the client that blocks pushes while it reads a checkpoint.
     held: list[Request] = field(default_factory=list)
 
     def end_all(self) -> list[Request]:
-        """Forget all of them; those that must be told so."""
+        """Forget all of them; returns those that must be answered."""
         waiting = [request for request, _ in self.pulls] + self.step_ends
         waiting += [request for posts in self.posts.values() for request in posts]
         waiting += [each.request for each in self.replies] + self.commits + self.held
@@ -101,7 +100,7 @@ class WaitingRequests:
         return waiting
 
     def forget(self, peer: int) -> None:
-        """Forget the requests of a closed connection. Held pushes stay: they are checked when they are let go."""
+        """Forget the requests of a closed connection. Held pushes stay: they are checked on release."""
         self.pulls = [pull for pull in self.pulls if pull[0].peer != peer]
         self.step_ends = [request for request in self.step_ends if request.peer != peer]
         self.commits = [request for request in self.commits if request.peer != peer]
@@ -135,7 +134,7 @@ def expect_frames(request: Request, number: int, what: str) -> None:
         raise Refusal(f"{kind} comes with {number} frames ({what}), got {len(request.frames)}")
 
 
-def expect_into(request: Request, at: int, num_bytes: int, what: str) -> None:
+def check_reply_buffer(request: Request, at: int, num_bytes: int, what: str) -> None:
     found = request.into[at].nbytes if at < len(request.into) else -1
     if found < num_bytes:
         raise Refusal(f"{what} take {num_bytes} bytes, the buffer for them has {max(found, 0)}")

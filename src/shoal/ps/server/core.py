@@ -1,10 +1,9 @@
 """The core of a parameter server: requests, views and other servers' answers in, actions out.
 
-Pure: no socket, no thread, no clock. `process.py` feeds it; the simulator runs
-the same class. Its collaborators: `clients` fences connections, `state` holds
-and changes what the server has, `staging` keeps pushes without a StepEnd,
-`waits` the requests without an answer, `replication` ships changes to other
-holders, `replica` applies theirs.
+Pure: no socket, no thread, no clock. `process.py` feeds it; the simulator runs the same class. Its
+collaborators: `clients` fences connections, `state` holds and changes the parameters, `staging`
+keeps pushes without a StepEnd, `waits` the requests without an answer, `replication` ships changes
+to other holders, `replica` applies theirs.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from shoal.ps.server.clients import (
     Clients,
     PendingReply,
     WaitingRequests,
+    check_reply_buffer,
     expect_frames,
-    expect_into,
     rank_of,
 )
 from shoal.ps.server.contents import (
@@ -64,7 +63,7 @@ MAX_EARLY = 4096
 
 
 class ServerCore:
-    """One server. Everything it says about a step is true on every other holder of its slots, or not said yet."""
+    """One server. Its answers about a step are true on every other holder of its slots, or withheld until they are."""
 
     def __init__(self, number: int, incarnation: int = 0, *, filters: PushFilters | None = None) -> None:
         self.number, self.incarnation, self.view_number = number, incarnation, 0
@@ -83,8 +82,8 @@ class ServerCore:
         self.staleness: Counter[int] = Counter()  # pulls, by how far they were ahead of the slowest worker
         self._key_lists: dict[int, KeyLists] = {}  # by peer
         self._early: list[Request] = []
-        self._has_counted = True  # a step, since pulls that wait were looked at
-        self._holder: int | None = None  # a peer that reads a checkpoint: no push counts meanwhile
+        self._has_counted = True  # a step, since the waiting pulls were last checked
+        self._holder: int | None = None  # peer that reads a checkpoint: no push counts meanwhile
         self._lost: StepLost | None = None
 
     # ---- events ---------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ class ServerCore:
                 self._early.append(request)
                 return []
             return [Reply(request.peer, request.ticket, msg.ViewOver(self.view_number))]
-        problem = self._not_for_it(request)
+        problem = self._refusal_reason(request)
         if problem is not None:
             return [Reply(request.peer, request.ticket, msg.PsRefused(problem))]
         if self._is_held(request):
@@ -108,7 +107,7 @@ class ServerCore:
             actions = self._handle(request)
         except TablesFull as error:
             if isinstance(request.message, msg.Replicate | msg.CopySlot):
-                raise  # a holder that cannot hold its slots is none, and its primary would wait for it
+                raise  # a holder that cannot hold its slots must fail: its primary would wait for it
             actions = [Reply(request.peer, request.ticket, msg.PsRefused(str(error)))]
         except (Refusal, ShoalError, msgspec.MsgspecError) as error:
             actions = [Reply(request.peer, request.ticket, msg.PsRefused(str(error)))]
@@ -122,11 +121,11 @@ class ServerCore:
                 self.replication.answered(server, number)
                 return self._settle()
             case msg.PsRefused():
-                self.replication.lost(server)  # something before it did not arrive; all is sent again
+                self.replication.lost(server)  # something before it did not arrive; everything is sent again
         return []
 
     def lost(self, server: int) -> list[Action]:
-        """The connection to another server is over; what it did not answer may not have arrived."""
+        """The connection to another server is over; unanswered messages may not have arrived."""
         self.replication.lost(server)
         return []
 
@@ -139,7 +138,7 @@ class ServerCore:
         return actions + self._settle()
 
     def rank_dead(self, rank: int, incarnation: int = 0) -> list[Action]:
-        """This incarnation of a rank is dead: nobody waits for it, and nothing of it counts any more."""
+        """This incarnation of a rank is dead: nothing waits for it, and its messages no longer count."""
         if incarnation >= max(self.clients.newest(f"worker-{rank}"), 0):
             self.state.clocks.left(rank)
         return self._fence(f"worker-{rank}", incarnation + 1) + self._settle()
@@ -148,7 +147,7 @@ class ServerCore:
         return self._admit(f"worker-{rank}", incarnation) + self._settle()
 
     def tick(self) -> list[Action]:
-        """Retry what was lost: records to other servers, and a lost step that the coordinator may not have heard of."""
+        """Retry lost messages: records to other servers, and the report of a lost step to the coordinator."""
         lost: list[Action] = [Tell(self._lost)] if self._lost is not None else []
         return [*self.replication.again(), *lost]
 
@@ -179,11 +178,11 @@ class ServerCore:
         }
 
     def view(self, view: ServerView) -> list[Action]:
-        """Hold what a new view says. Whatever waits is over: clients ask again."""
+        """Adopt a new view. All waits are over: clients ask again."""
         if view.view <= self.view_number:
             return []
         if view.incarnations.get(self.number, self.incarnation) != self.incarnation:
-            return []  # of its predecessor, whose slots it does not have
+            return []  # for its predecessor, whose slots it does not have
         actions = self._end_waits(msg.ViewOver(view.view))
         self._holder = None
         is_new = self.view_number == 0
@@ -206,10 +205,11 @@ class ServerCore:
         return actions + self.replica.tell_filled() + self._settle()
 
     def _trusted(self) -> dict[int, Slots]:
-        """By server, the slots whose primary it was until now: it has all that this one has of them.
+        """By server, the slots of which it was primary until now: it has everything this one has of them.
 
-        In exact steps what it may have beyond that will come out here with the same bits, and its applied
-        seqs know it. Relaxed ones may come in another order: then the slots are copied to it.
+        In exact steps, updates beyond that will be computed here with the same bits, and its
+        applied seqs include them. Relaxed ones may come in another order: then the slots are copied
+        to it.
         """
         if self.state.mode is None or self.state.mode.kind != "exact":
             return {}
@@ -263,8 +263,8 @@ class ServerCore:
                 return self._declared(request, self.state.declare_mode(message))
         return self._whole(request)
 
-    def _not_for_it(self, request: Request) -> str | None:
-        """The reason why this peer may not say so: a worker speaks for its own rank, a server only replicates."""
+    def _refusal_reason(self, request: Request) -> str | None:
+        """Reason why this peer may not send this: a worker acts for its own rank, a server only replicates."""
         message = request.message
         if isinstance(message, msg.Hello):
             return None
@@ -279,7 +279,7 @@ class ServerCore:
         return None
 
     def _missing_ranks(self, peer: int) -> list[int]:
-        """Ranks that a peer waits for, the holder of a checkpoint among them."""
+        """Ranks that a peer waits for, including the holder of a checkpoint."""
         missing = self.waits.missing_ranks(peer, self.state)
         if self._holder is not None and any(each.peer == peer for each in self.waits.held):
             holder = self.clients.rank(self._holder)
@@ -321,7 +321,7 @@ class ServerCore:
         actions: list[Action] = [Reply(request.peer, request.ticket, msg.Replicated(last))]
         actions += self.replica.tell_filled()
         if self.state.num_declared > num_declared:
-            # Its own followers may hear of it from nobody else: to clients it is no news here any more.
+            # Its own followers may get it from no other source: for clients it is already applied here.
             actions += self._ship_declarations()
         return actions
 
@@ -329,7 +329,7 @@ class ServerCore:
         """Read or write state for a checkpoint."""
         message, frames, change = answer_whole(self.state, self.mine, request)
         if isinstance(message, msg.Marks):
-            # Who reads that a push counts does not run it again: so no other holder may ever lack it.
+            # A reader of these marks does not repeat a push: so no other holder may ever lack it.
             return self._when_safe(request, message, frames)
         if change is None:
             return [self._reply(request, message, frames)]
@@ -353,7 +353,7 @@ class ServerCore:
         return [*actions, Reply(request.peer, request.ticket, welcome)]
 
     def _admit(self, name: str, incarnation: int) -> list[Action]:
-        """A newer incarnation is there: those before it are not heard any more."""
+        """A newer incarnation has connected: older ones are fenced."""
         newest = self.clients.newest(name)
         if incarnation <= newest:
             return []
@@ -369,7 +369,7 @@ class ServerCore:
         return [DropPeer(peer, f"{name} was replaced by incarnation {incarnation}") for peer in old]
 
     def _forget(self, peer: int) -> None:
-        """A connection is over. What it ended stays; what it only began does not."""
+        """A connection is over. Ended pushes stay; unfinished ones are dropped."""
         self.staging.forget(peer)
         self.waits.forget(peer)
         self._pulled_at.pop(peer, None)
@@ -387,7 +387,7 @@ class ServerCore:
         )
 
     def _release_hold(self, peer: int) -> list[Action]:
-        """Pushes that this peer held back count now."""
+        """Pushes held back by this peer count now."""
         if self._holder != peer:
             return []
         self._holder = None
@@ -407,11 +407,11 @@ class ServerCore:
                 raise Refusal("whole rows are pulled as they are, of tables without a policy")
             dim += table.state_dim
         num_bytes = codec.num_bytes(len(keys), dim) if codec else len(keys) * dim * table.dtype.itemsize
-        expect_into(request, 0, num_bytes, f"{len(keys)} rows")
+        check_reply_buffer(request, 0, num_bytes, f"{len(keys)} rows")
         return self._pull(request, keys)
 
     def _key_frame(self, request: Request, name: int) -> Frame:
-        """The keys of a request: as they came, or as they did under this name before."""
+        """Keys of a request: from its frame, or the list sent under this name before."""
         frame = request.frames[0]
         if not name:
             return frame
@@ -430,14 +430,15 @@ class ServerCore:
             chunk = self.state.contents.chunk(number)
             if not readable[chunk.slot]:
                 raise Refusal(f"chunk {number} is of slot {chunk.slot}, whose primary is another server")
-            expect_into(request, at, pulled_bytes(chunk, message.codec), f"chunk {number}")
+            check_reply_buffer(request, at, pulled_bytes(chunk, message.codec), f"chunk {number}")
         return self._pull(request, None)
 
     def _readable(self, message: msg.PullRows | msg.PullDense) -> Slots:
-        """Slots that a pull may ask this server for.
+        """Slots that a pull may request from this server.
 
-        In exact steps nobody has step c + 1 before the asker of step c has ended it, so a replica that has followed
-        to c has the weights of the primary, to the bit. In relaxed ones it is behind by pushes that wait to be shipped.
+        In exact steps no rank has step c + 1 before the asker of step c has ended it, so a replica
+        that has followed to c has the primary's weights, to the bit. In relaxed ones it lags by
+        pushes that wait to be shipped.
         """
         mode = self.state.mode
         is_replica = message.is_nearby and mode is not None and mode.kind == "exact"
@@ -466,7 +467,8 @@ class ServerCore:
             return is_there and self.replica.has_followed(self.state, message.clock)
         if self._low >= message.clock:
             return True
-        # A worker with nothing in flight here may know the step from another server, and it may never be made here.
+        # A worker with nothing in flight here may know the step from another server, and it may never be
+        # completed here.
         return mode.kind in PARTIAL_MODES and self.clients.rank(request.peer) not in self._steps().ended
 
     def _pulled(self, request: Request, keys: Keys | None) -> Reply:
@@ -547,7 +549,7 @@ class ServerCore:
         anchored_at, note, numbers = mailbox.since(message.rank)
         is_commit = [mailbox.log[number].is_commit for number in numbers]
         frames = [note, *(mailbox.log[number].frame for number in numbers)]
-        # A replacement does not run again what it finds there: so nobody else may ever find less.
+        # A replacement does not repeat what it finds there: so no other reader may ever find less.
         return self._when_safe(request, msg.Note(anchored_at, numbers, is_commit, self._low), frames)
 
     def _require_mailbox(self) -> None:
@@ -561,7 +563,8 @@ class ServerCore:
         contents = self.state.contents
         table = contents.table(message.table)
         keys = contents.keys(table, self._key_frame(request, message.keys), self.mine)
-        # A full disk is told before anything is staged: other workers' pushes of this step may bring as many new rows.
+        # A full disk is reported before anything is staged: other workers' pushes of this step may bring as
+        # many new rows.
         table.expect(keys, max(1, self.state.num_workers))
         self.staging.rows(
             request.peer,
@@ -604,7 +607,7 @@ class ServerCore:
         if message.seq > self._low + 1 and steps.mode.kind == "exact":
             raise Refusal(f"the next step here is {self._low + 1}, got the end of step {message.seq}")
         if message.whole_after is not None:
-            steps.forget()  # of the only worker's predecessor: what it had not told all servers to count, never will
+            steps.forget()  # of the only worker's predecessor: what it had not told all servers to commit never will be
         if message.rank not in steps.ended:
             for rank, other in steps.ended.items():
                 if len(other.vector) != len(vector):
@@ -619,13 +622,13 @@ class ServerCore:
             staged = self.staging.take(request.peer, message)
             steps.ended[message.rank] = Contribution(message, vector, bytes(request.frames[1]), staged)
         else:
-            # Of a replacement, or a repeat. The first counts: somebody may have been told of it.
+            # From a replacement, or a repeat. The first counts: its effect may have been reported.
             self.staging.forget_name(request.peer, message.stream, message.seq)
         self.waits.step_ends.append(request)
         return self._advance()
 
     def _end_again(self, request: Request, message: msg.StepEnd, steps: Steps) -> list[Action]:
-        """The step is over here; tell once more what came of it."""
+        """The step is over here; repeat its result."""
         if steps.mode.kind in PARTIAL_MODES:
             return self._when_safe(request, self._partial(message), [self.state.last_frame()])
         if steps.last is None or steps.last.seq != message.seq:
@@ -635,7 +638,7 @@ class ServerCore:
         return self._when_safe(request, self._committed(message.seq), [self.state.last_frame()])
 
     def _advance(self) -> list[Action]:
-        """Sum the step once all are in; in one phase let it count at once."""
+        """Sum the step once all contributions are in; in one phase commit it at once."""
         steps, actions = self.state.steps, list[Action]()
         # Not before the last one is safe: no two holders of a slot are ever more than one step apart.
         if steps is not None and steps.is_full and self.replication.is_met(self._step_need):
@@ -654,7 +657,7 @@ class ServerCore:
             actions += [self._reply(request, msg.Summed(steps.summed.seq), frames) for request in ended]
             commits, self.waits.commits = self.waits.commits, []
             for request in commits:
-                # Where a StepEnd is among them, no step is ever full.
+                # With a StepEnd among them, no step is ever full.
                 assert isinstance(request.message, msg.Commit)
                 actions += self._commit(request, request.message)
             return actions
@@ -670,7 +673,7 @@ class ServerCore:
             actions = self._count_step(steps, message.factor, message.apply, message.norm)
         rank = self.clients.rank(request.peer)
         if message.seq == self._low + 1 and rank in steps.ended:
-            self.waits.commits.append(request)  # of a replacement: the others will end it again
+            self.waits.commits.append(request)  # from a replacement: the others will end it again
             return []
         if message.seq == self._low + 1 and rank is not None:
             return self._lose_step(request, rank)
@@ -684,9 +687,10 @@ class ServerCore:
         return actions + self._when_safe(request, self._committed(message.seq), frames)
 
     def _lose_step(self, request: Request, rank: int) -> list[Action]:
-        """Another server lets this step count, and nobody has any more what the rank contributed to it here.
+        """Another server commits this step, but the rank's contribution to it is lost here.
 
-        Its worker was replaced by one that will not, or cannot, run the step again. Nothing is answered in this view.
+        Its worker was replaced by one that will not, or cannot, run the step again. Nothing is
+        answered in this view.
         """
         self.waits.commits.append(request)
         self._lost = StepLost(self.view_number, rank)
@@ -701,10 +705,10 @@ class ServerCore:
         return actions
 
     def _count_partial(self, steps: Steps) -> list[Action]:
-        """Let what is here count in every slot that does not have it.
+        """Commit the present contributions in every slot that lacks them.
 
-        After a failover slots may be at different steps, and ranks too, each in its own order: so the slots of one
-        version at a time, those that have the most of it first.
+        After a failover slots may be at different steps, and ranks too, each in its own order: so
+        slots are grouped by version, the most advanced first.
         """
         actions, reused, state = list[Action](), steps.reused(), self.state
         versions = state.applied.version.copy()
@@ -734,21 +738,21 @@ class ServerCore:
         return self._committed(self._high if late else message.seq, late=late)
 
     def _end_step(self, steps: Steps) -> list[Request]:
-        """It counts; who waits to hear that."""
+        """Mark the step as committed; returns the answers that waited for it."""
         steps.forget()
         self._step_need = self.replication.need()
         ended, self.waits.step_ends = self.waits.step_ends, []
         return ended
 
     def _end_push(self, request: Request, message: msg.StepEnd) -> list[Action]:
-        """A push of one worker alone: it counts at once, in slots that do not have it."""
+        """Apply a single worker's push at once, in slots that do not have it."""
         state = self.state
         vector = read_vector(request.frames[0], at_least=0)
         self.state.contents.check_settings(message.model, message.settings, message.table_settings)
         staged = self.staging.take(request.peer, message)
         call = message.stream >> 32 & 0x3FFF_FFFF  # streams of low-level clients have a bit above it
         if self.clients.rank(request.peer) is None and message.rank < state.num_workers:
-            # Of an aggregator, which has nobody's wishes.
+            # From an aggregator, which has no control flags.
             state.clocks.finished_by_another(message.rank, *message_parts(message)[0])
             state.clocks.begin_call(call)
         elif message.rank < state.num_workers:
@@ -756,7 +760,8 @@ class ServerCore:
             state.clocks.wish(message.rank, vector, call=call)
         for part in message.merged:
             state.clocks.finished_by_another(part.rank, part.stream, part.seq, part.num_batches)
-        # Applied where nothing of it counts: of a sum no part can be left out. Who pushed is told where that was not so.
+        # Applied where nothing of it counts: no part of a sum can be left out. The pusher is told
+        # otherwise.
         new, late = self.mine.copy(), no_slots()
         for stream, seq, num_batches in (own := message_parts(message)):
             new &= state.applied.missing(stream, seq, num_batches)
@@ -839,7 +844,7 @@ class ServerCore:
         return self.state.steps
 
     def _when_safe(self, request: Request, message: Message, frames: Sequence[Frame] = ()) -> list[Action]:
-        """Answer once all other holders have everything that was told to them so far."""
+        """Answer once all other holders have acknowledged everything shipped so far."""
         need = self.replication.need()
         if self.replication.is_met(need):
             return [self._reply(request, message, frames)]
@@ -847,10 +852,10 @@ class ServerCore:
         return []
 
     def _settle(self) -> list[Action]:
-        """Go on with whatever can go on now: the step, replies that are safe, pulls whose clock is reached."""
+        """Advance whatever can advance now: the step, safe replies, pulls whose clock is reached."""
         actions: list[Action] = [*self.ship()] if self.ships_at_once else []
         actions += self._advance()
-        # What is needed only grows within a view: where the first has to wait, so have those behind it.
+        # Requirements only grow within a view: if the first has to wait, so do those behind it.
         waiting, num_safe = self.waits.replies, 0
         while num_safe < len(waiting) and self.replication.is_met(waiting[num_safe].need):
             num_safe += 1
@@ -861,7 +866,7 @@ class ServerCore:
 
     def _answer_visible_pulls(self) -> list[Action]:
         waiting, mode = self.waits.pulls, self.state.mode
-        # Exact steps: only after one counted, not after each of the messages that make it.
+        # Exact steps: only after one was committed, not after each of its messages.
         is_due = self._has_counted or mode is None or mode.kind != "exact"
         self._has_counted = False
         if not waiting or not is_due:
@@ -872,7 +877,7 @@ class ServerCore:
         return [self._pulled(*pull) for pull in visible]
 
     def _end_waits(self, message: msg.ViewOver) -> list[Action]:
-        """The view is over: forget what is staged, and tell everybody who waits."""
+        """The view is over: drop staged pushes, and answer all waiting requests."""
         waiting = self.waits.end_all()
         self._lost = None
         self._key_lists.clear()
@@ -884,7 +889,7 @@ class ServerCore:
         return [Reply(request.peer, request.ticket, message) for request in waiting]
 
     def _reply(self, request: Request, message: Message, frames: Sequence[Frame] = ()) -> Reply:
-        """Frames go where the asker wants them, as far as it has said so."""
+        """Put frames into the asker's buffers, as far as it gave any."""
         for into, frame in zip(request.into, frames, strict=False):
             num_bytes = memoryview(frame).nbytes
             if num_bytes > into.nbytes:

@@ -1,10 +1,9 @@
 """A server as a process: its memory limit, its connections, its event loop around the core, its start and end.
 
-One thread, one selector, sockets that never block. The loop decides only what
-comes first: requests, then a piece of the filling of new replicas. The process
-listens on a socket that the supervisor made and keeps, so clients may connect
-before it runs, and a restarted server goes on at the same address with
-nothing in memory.
+One thread, one selector, sockets that never block. The loop only decides priorities: requests
+first, then a piece of filling new replicas. The process listens on a socket that the supervisor
+owns, so clients may connect before it runs, and a restarted server serves the same address with
+empty memory.
 """
 
 from __future__ import annotations
@@ -57,12 +56,14 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.02  # at what this process holds: one file of the kernel's, 20 µs
 
 LOOK_AROUND_EVERY_S = 0.2
-"""At what all others have left, through every control group: 300 µs. In between, what this process takes is taken off."""
+"""Interval of reading what all others have left, through every control group: 300 µs. In between, this
+process's own growth is subtracted.
+"""
 
 SHARE = 0.8  # of the memory that is available when a server starts
 
 RESERVE_SHARE = 0.05
-"""Of the same. Once less than this is available, whichever process uses the rest, no memory is taken any more."""
+"""Reserve. Once less than this is available, whichever process uses the rest, no more memory is taken."""
 
 GROWING = (msg.DeclareTable, msg.DeclareDense, msg.PushRows, msg.PushDense, msg.WriteRows, msg.WriteChunk)
 """Requests of clients that may make a server hold more than before."""
@@ -76,7 +77,7 @@ T = TypeVar("T")
 
 
 class MemoryGuard:
-    """Knows how much this process holds, and refuses what would make it more once that is too much."""
+    """Tracks the memory of this process, and refuses growth beyond the limit."""
 
     def __init__(self, name: str, limit_bytes: int = 0) -> None:
         """`limit_bytes` 0: a share of what is available now."""
@@ -89,8 +90,8 @@ class MemoryGuard:
         self._bulky_at: float | None = None
 
     def problem(self, nbytes: int = 0) -> str | None:
-        """Why `nbytes` more cannot be taken, as a paragraph."""
-        self._look()
+        """Reason why `nbytes` more cannot be taken, as a paragraph."""
+        self._measure()
         if self._held + nbytes > self.limit_bytes:
             return (
                 f"{self.name} holds {self._held:,} bytes of its own and was to take {nbytes:,} more, where its limit is "
@@ -107,7 +108,7 @@ class MemoryGuard:
         return None
 
     def refusal(self, message: Message) -> str | None:
-        """Why this request is not to be heard, as a paragraph."""
+        """Reason why this request is refused, as a paragraph."""
         if isinstance(message, BULKY):
             self._bulky_at = time.monotonic()
         return self.problem() if isinstance(message, GROWING) else None
@@ -117,7 +118,7 @@ class MemoryGuard:
             self._bulky_at = None
             give_back()
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         now = time.monotonic()
         if now - self._looked_at < LOOK_EVERY_S:
             return
@@ -135,7 +136,7 @@ def private_bytes() -> int:
 
 
 def give_back() -> None:
-    """Have malloc return the pages of what was freed, also of those between others that are in use."""
+    """Make malloc return freed pages to the system, also those between used ones."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others do so by themselves, or cannot
     if trim is not None:
         trim(0)
@@ -147,7 +148,7 @@ def give_back() -> None:
 class Dial(Generic[T]):
     """A connection to another host, made in a thread while the loop goes on.
 
-    Two servers that waited for each other's handshakes in their loops would wait for ever.
+    Two servers that waited for each other's handshakes in their loops would deadlock.
     """
 
     def __init__(self, make: Callable[[], T], discard: Callable[[T], None]) -> None:
@@ -209,7 +210,7 @@ class _Way:
 
 
 class ServerLinks:
-    """One link per server, made when there is something to say and closed when its server is another one."""
+    """One link per server, made on first use and closed when its server is replaced."""
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class ServerLinks:
         return isinstance(key.data, _Way | _Dialled)
 
     def view(self, view: ServerView) -> None:
-        """Servers that are gone, or are another incarnation, are not spoken to any more."""
+        """Drop links to servers that are gone or replaced."""
         self._incarnations = dict(view.incarnations)
         self._addresses = endpoint.of_servers(self._ways_in, view, self._own_host)
         for way in list(self._ways.values()):
@@ -243,7 +244,7 @@ class ServerLinks:
                 self._hang_up(dialled)
 
     def send(self, action: Send) -> None:
-        """Send, or keep until there is room."""
+        """Send, or queue until there is room."""
         if action.server not in self._ways and tls.is_remote(self._addresses.get(action.server, "")):
             self._dial(action.server).waiting.append(action)
             return
@@ -328,14 +329,14 @@ class ServerLinks:
         return way
 
     def _push(self, way: _Way) -> None:
-        """Send what waits, as far as there is room for it."""
+        """Send queued messages, as far as there is room."""
         try:
             while way.waiting and not way.link.has_unsent:
                 self._send_one(way, way.waiting[0])
                 way.waiting.popleft()
         except ArenaFull:
             if not way.buffers:
-                raise  # there is nothing whose answer could make room
+                raise  # no pending answer could make room
         except LinkLost:
             self._close(way)
             self._lost(way.server)
@@ -347,7 +348,7 @@ class ServerLinks:
 
     def _send_one(self, way: _Way, action: Send) -> None:
         if way.link.is_remote:
-            # They stay as they are until the answer: sent from where they lie.
+            # They stay unchanged until the answer: sent without a copy.
             way.link.send(action.message, action.frames, is_blocking=False, is_lent=True)
             return
         frames: list[Buffer | Bytes] = []
@@ -385,10 +386,10 @@ RECEIVE_BYTES = 64 * 1024
 
 
 class CoordinatorLine:
-    """One connection at a time; JoinServer is the first sentence on each.
+    """One connection at a time; JoinServer is the first message on each.
 
-    What could not be said before a line broke is said on the next one: the
-    coordinator takes every sentence of a server twice without harm.
+    Messages that could not be sent before a connection broke are sent on the next one: the
+    coordinator accepts every message of a server twice without harm.
     """
 
     def __init__(self, address: str, selector: selectors.BaseSelector, spec: ServerSpec) -> None:
@@ -437,7 +438,7 @@ class CoordinatorLine:
         return heard
 
     def tick(self) -> None:
-        """Try again, now and then; CoordinatorLost where that has lasted too long."""
+        """Reconnect at intervals; CoordinatorLost if that has lasted too long."""
         now = time.monotonic()
         if self._sock is not None or now < self._try_at:
             return
@@ -511,10 +512,10 @@ _SPANS = {
     **dict.fromkeys((msg.PushRows, msg.PushDense, msg.WriteRows, msg.WriteChunk), recorder.PUSH),
     **dict.fromkeys((msg.StepEnd, msg.Commit, msg.Replicate), recorder.APPLY),
 }
-"""What a server does for a request. With the last StepEnd of a step comes its update."""
+"""Span kind by request. The last StepEnd of a step includes its update."""
 
 TICK_S = 0.1
-SHIP_SHARE = 0.25  # of a busy server's time, at most, is spent on telling other holders of pushes
+SHIP_SHARE = 0.25  # largest share of a busy server's time spent on shipping pushes to other holders
 WORK_EVERY_S = 0.004  # A busy server works on new replicas at least so often
 
 
@@ -523,7 +524,7 @@ class ServerLoop:
 
     def __init__(self, core: ServerCore, spec: ServerSpec, fds: Mapping[str, int]) -> None:
         """`fds`: what to listen on, and where to connect to those of this host."""
-        self.refusal: str | None = None  # why the coordinator does not want this server, if so
+        self.refusal: str | None = None  # reason why the coordinator refuses this server, if it does
         memory = MemoryGuard(f"server-{spec.number}", spec.server_memory_bytes)
         paths = endpoint.ways(fds)
         servers = {
@@ -542,7 +543,7 @@ class ServerLoop:
         self._listener = Listener(
             socket.socket(fileno=fds["listener"]),
             self._selector,
-            hear=self._hear,
+            hear=self._handle_request,
             gone=lambda peer: self._carry_out(core.gone(peer)),
             memory_problem=lambda nbytes: memory.problem(self._listener.bytes_mapped + nbytes),
             remote=remote,
@@ -559,7 +560,7 @@ class ServerLoop:
         self._line = CoordinatorLine(paths.get("coordinator", spec.coordinator), self._selector, spec)
 
     def run(self, *, until_readable: socket.socket) -> None:
-        """Serve until there is something to read on `until_readable`, or the coordinator lets it go."""
+        """Serve until `until_readable` is readable, or the coordinator dismisses it."""
         self._selector.register(until_readable, selectors.EVENT_READ)
         has_more, worked_at, ticked_at = True, 0.0, 0.0
         while not self._is_over:
@@ -584,12 +585,12 @@ class ServerLoop:
                 ticked_at = now
 
     def lock_memory(self, device: str) -> None:
-        """Have a device copy from and to the memory of clients by itself."""
+        """Page-lock clients' memory, so that a device copies from and to it by DMA."""
         self._listener.lock = page_lock.lock if device.startswith("cuda") else None
 
     def close(self) -> None:
-        """Close every socket; tell on stderr of those that did not belong there."""
-        self._is_at_it = True  # what the core still says to this is not done any more
+        """Close every socket; report rejected peers on stderr."""
+        self._is_at_it = True  # further actions of the core for this are ignored
         self._line.close()
         self._links.close()
         self._listener.close()
@@ -608,7 +609,7 @@ class ServerLoop:
         return wait_s if self._line.wait_s is None else min(wait_s, self._line.wait_s)
 
     def _ship(self, *, is_idle: bool) -> None:
-        """Ship pushes, unless requests wait and the last ones took long: then more go together."""
+        """Ship pushes, unless requests wait and the last shipment took long: then more are batched."""
         began_at = time.monotonic()
         if not self._core.has_pushes or (began_at < self._ship_at and not is_idle):
             return
@@ -631,9 +632,9 @@ class ServerLoop:
         self._memory.tick(now)
         self._carry_out(self._core.tick())
 
-    # ---- who says what ----------------------------------------------------------------------------
+    # ---- messages -----------------------------------------------------------------------------------
 
-    def _hear(self, asked: Request) -> None:
+    def _handle_request(self, asked: Request) -> None:
         refusal = self._memory.refusal(asked.message)
         if refusal is not None:
             self._listener.reply(asked.peer, asked.ticket, msg.PsRefused(refusal))
@@ -647,7 +648,7 @@ class ServerLoop:
             self._carry_out(self._core.hear(asked))
 
     def figures(self) -> dict[str, object]:
-        """What the record of a process's activity says of a server alone, since the last call. From another thread."""
+        """Server-specific figures of the activity record since the last call. From another thread."""
         num_requests, queued_ns = self._num_requests, self._queued_ns
         staleness, self._core.staleness = self._core.staleness, Counter()
         self._num_requests, self._queued_ns = 0, 0
@@ -678,7 +679,7 @@ class ServerLoop:
                 print(f"shoal: the coordinator said {type(message).__name__} to a server", file=sys.stderr)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
-        """Do it after all that was decided before, and never inside of a decision."""
+        """Execute actions after all earlier ones, and never inside of a decision."""
         self._due += actions
         if self._is_at_it:
             return
@@ -701,18 +702,19 @@ class ServerLoop:
 
 
 CANNOT_GO_ON = CoordinatorLost.exit_code
-"""The exit code that says: nobody wants this server, or nobody is there. Why, is the last thing on stderr."""
+"""Exit code for a server that is not wanted or has no coordinator. The reason is the last output on stderr."""
 
 
 def main(spec: bytes, fds: dict[str, int]) -> int:
-    """Be a server until SIGTERM, or until the coordinator lets it go."""
+    """Serve until SIGTERM, or until the coordinator dismisses it."""
     told = decode_spec(spec)
     name = f"server-{told.number}"
     if told.env:
         os.environb.clear()
         os.environb.update(told.env)
     if told.server_device == placement.CPU:
-        # torch's optimizers would ask for a device at their first step all the same, which takes the driver a while to answer.
+        # torch's optimizers would otherwise query for a device at their first step, which takes the driver
+        # a while.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     threads.use(told.num_threads)
     failpoints.arm(told.faults, process=name, incarnation=told.incarnation)
@@ -722,8 +724,9 @@ def main(spec: bytes, fds: dict[str, int]) -> int:
     wake, stop = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda signum, frame: None)  # the byte in the wake-up socket is the message
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
+    # The byte in the wake-up socket carries the signal.
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     tls.use(told.credentials)
     try:
         device = placement.of_server(told.server_device, told.number)

@@ -1,8 +1,8 @@
-"""Trainer state on disk: models, checkpoints, and where a resumed fit goes on.
+"""Trainer state on disk: models, checkpoints, and the position from which a resumed fit continues.
 
-checkpoint.py knows files, hashes and names; this module decides what has to be
-in them. Saving is collective. Ranks that hold parts of the state write them, and
-else rank 0 writes all of it; in the background where training goes on. A snapshot is only read by the workers that took it, in the same
+checkpoint.py handles files, hashes and names; this module decides their contents. Saving is
+collective. Ranks that hold parts of the state write them; otherwise rank 0 writes all of it, in the
+background while training goes on. A snapshot is only read by the workers that took it, in the same
 places, so each keeps its rank-local state in the job's scratch directory.
 """
 
@@ -66,17 +66,17 @@ _METRICS = "metrics/"
 
 
 def save_model(trainer: Trainer, path: str) -> None:
-    """The weights alone, for inference: tied ones under each of their names, as `load_state_dict` wants them."""
+    """Only the weights, for inference: tied ones under each of their names, as `load_state_dict` wants them."""
     pieces = [piece for piece in trainer.strategy.state() if piece.name.startswith(MODEL)]
     if trainer.rank == 0:
         seen: set[int] = set()
         for number, piece in enumerate(pieces):
             at = piece.tensor.data_ptr()
-            if at in seen:  # what is one memory would be written once
+            if at in seen:  # a shared memory would be written once
                 pieces[number] = dataclasses.replace(piece, tensor=piece.tensor.clone())
             seen.add(at)
         write_checkpoint(path, pieces, progress={"step": trainer.step, "epoch": trainer.epoch})
-    trainer.strategy.reduce(torch.zeros(1))  # nobody goes on before it is there
+    trainer.strategy.reduce(torch.zeros(1))  # barrier: no rank goes on before it is written
 
 
 def load_model(trainer: Trainer, path: str) -> None:
@@ -86,10 +86,12 @@ def load_model(trainer: Trainer, path: str) -> None:
 def save_checkpoint(
     trainer: Trainer, directory: str | None, *, is_snapshot: bool = False, background: bool = False
 ) -> str:
-    """Everything needed to go on, at any number of workers. A snapshot goes with the job: nobody is told to go on from it.
+    """Everything needed to continue, at any number of workers. A snapshot is deleted with the job and
+    not offered for resume.
 
-    In the background, training waits for a copy of the state in memory; without room for one, for the disk. Of tables on
-    servers it then holds the rows that changed since the one before, as often as ModelCheckpoint's `full_every` says.
+    In the background, training waits for a copy of the state in memory; without room for one, for
+    the disk. Of tables on servers it then holds the rows that changed since the one before, as
+    often as ModelCheckpoint's `full_every` says.
     """
     home = directory or _homes(trainer)[0]
     path = step_path(home, trainer.step)
@@ -122,9 +124,10 @@ def save_checkpoint(
 def _writing(
     trainer: Trainer, path: str, previous: str | None, increment: Increment
 ) -> Callable[[bool], Callable[[], None] | None] | None:
-    """Collect what this rank writes. Collective; None on a rank that writes nothing.
+    """Collect this rank's part. Collective; None on a rank that writes nothing.
 
-    The function it returns writes it, or with `True` copies it and returns what is left to do, for another thread.
+    The returned function writes it, or with `True` copies it and returns the rest of the work, for
+    another thread.
     """
     strategy = trainer.strategy
     if _writes_parts(trainer, path):
@@ -137,7 +140,7 @@ def _writing(
         progress = _to_save(trainer) if trainer.rank == 0 else {}
         if trainer.rank == 0:
             parted.begin()
-        strategy.reduce(torch.zeros(1))  # rank 0 has made the directory
+        strategy.reduce(torch.zeros(1))  # barrier: rank 0 has created the directory
 
         def write(held: list[Piece]) -> None:
             parted.write(held, progress, trainer.checkpoints.gives_up)
@@ -169,7 +172,7 @@ def _writing(
 
 
 TABLE_BYTES = 16 << 20
-"""Tables with fewer bytes than this are written whole each time: nothing would be saved that anybody notices."""
+"""Smaller tables are always written completely: the saving would not be noticeable."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -183,11 +186,13 @@ class Increment:
     """Checkpoints since the last whole one; 0: it is one itself."""
 
     changes: RowStamps | None
-    """None: nobody will ask what changed since."""
+    """None: later checkpoints will not ask for changes since."""
 
 
 class Increments:
-    """The newest checkpoint of each directory, as the base of the next; of this process alone, so a replacement begins anew."""
+    """The newest checkpoint of each directory, as the base of the next; local to this process, so a
+    replacement starts with a full one.
+    """
 
     def __init__(self) -> None:
         self._newest: dict[str, tuple[str, Increment]] = {}
@@ -212,7 +217,7 @@ class Increments:
 
 
 def _writes_parts(trainer: Trainer, path: str) -> bool:
-    """Whether every rank writes its own parts: where it has some, and all are sure to see the directory."""
+    """Whether every rank writes its own parts: if it has any, and all ranks see the directory."""
     sees_it = Place.at(path).local is not None and not trainer.job.is_on_several_hosts
     return sees_it and isinstance(trainer.strategy, HoldsParts)
 
@@ -229,7 +234,7 @@ def _tidy(home: str, step: int) -> None:
 
 
 def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> FitStart | None:
-    """Bring the trainer to where a checkpoint stands; None to begin anew."""
+    """Bring the trainer to the state of a checkpoint; None to begin anew."""
     if resume_from is None:
         return None
     if resume_from != "auto":
@@ -242,6 +247,8 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> FitSt
         return _go_on(trainer, batches, found, is_named=True)
     report, damaged = _report_damage(trainer.rank), None
     for found in _newest(trainer):
+        if _is_of_another(trainer, found):
+            continue
         try:
             start = _go_on(trainer, batches, found, is_named=False)
         except CheckpointDamaged as damage:
@@ -249,15 +256,22 @@ def resume(trainer: Trainer, batches: Batches, resume_from: str | None) -> FitSt
             report(damage)
             continue
         if start is None and damaged is not None:
-            break  # the one before it is of an earlier fit, and what came after that is damaged
+            break  # the one before it is of an earlier fit, and everything after that is damaged
         return start
     if damaged is not None:
-        raise damaged  # the trainer may hold a part of it: it cannot begin anew
+        raise damaged  # the trainer may have loaded a part of it, so it cannot begin anew
     return None
 
 
+def _is_of_another(trainer: Trainer, found: Checkpoint) -> bool:
+    """Whether another Trainer of the script wrote it: they share a directory, and a launched script makes them in one order."""
+    fit = found.progress.get("fit")
+    number = fit.get("trainer") if isinstance(fit, dict) else None
+    return trainer.job.launched and isinstance(number, int) and number != trainer.number
+
+
 def _go_on(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: bool) -> FitStart | None:
-    """Bring the trainer to where this checkpoint stands; CheckpointDamaged where what it says cannot be."""
+    """Bring the trainer to the state of this checkpoint; CheckpointDamaged if its contents are inconsistent."""
     try:
         _check_progress(found.progress)
         return _apply(trainer, batches, found, is_named=is_named)
@@ -269,14 +283,19 @@ def _go_on(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
 def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: bool) -> FitStart | None:
     saved, progress = found.progress, trainer.progress
     number, saved_number = len(progress.histories), saved["fit"]["number"]
-    # Found, a checkpoint says which fit of the script it is of; named, it is meant for this one.
+    # A checkpoint that was found belongs to the fit it names; one given by path is meant for this fit.
     if not is_named and number < saved_number:
         finished = History(saved["histories"][number])
+        firsts = fit_starts(saved)
+        progress.firsts[number:] = [firsts[number]]
         progress.histories.append(finished)
+        progress.position.epoch, progress.position.step = firsts[
+            number + 1
+        ]  # the next one began where it ended
         progress.passed_results = [*map(tuple, saved.get("results", ()))]
         return FitStart(history=finished, first=(0, 0), began_s=0.0, began_samples=0, is_finished=True)
     if not is_named and number > saved_number:
-        return None  # this fit began after the checkpoint was written: it goes on from the one before it
+        return None  # this fit began after the checkpoint was written: it continues from the one before it
     _check_data(batches, saved, found.path)
     progress.passed_results = None
     progress.results[:] = map(tuple, saved.get("results", ()))
@@ -284,9 +303,8 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
     _load(trainer, found, with_optimizer=True)
     for name, value in saved["position"].items():
         setattr(progress.position, name, value)
-    trainer.strategy.step = trainer.step * len(
-        trainer.turns
-    )  # each turn is a commit, and draws its own numbers
+    # Each turn is a commit, and draws its own numbers.
+    trainer.strategy.step = trainer.step * len(trainer.turns)
     leases = _leases(trainer, saved)
     progress.num_skipped_steps = saved["skipped_steps"]
     if trainer.scheduler is not None and saved["scheduler"] is not None:
@@ -312,6 +330,13 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
         began_samples=progress.position.samples,
         leases=leases,
     )
+
+
+def fit_starts(saved: dict[str, Any]) -> list[tuple[int, int]]:
+    """Where each fit up to the checkpoint's own began; checkpoints of earlier versions tell it of that one alone."""
+    fit = saved["fit"]
+    own = (fit["first_epoch"], fit["first_step"])
+    return [*map(tuple, saved.get("firsts") or [(0, 0)] * fit["number"]), own]
 
 
 def _tell_changed_params(trainer: Trainer, saved: dict[str, Any]) -> None:
@@ -365,6 +390,8 @@ class _Fit(msgspec.Struct, forbid_unknown_fields=True):
     number: Size
     first_epoch: Size
     first_step: Size
+    trainer: Size | None = None
+    """Number of the Trainer in its script; checkpoints of before have none."""
 
 
 class _Group(msgspec.Struct):
@@ -415,6 +442,7 @@ class _Progress(msgspec.Struct, kw_only=True):
     epoch: Size
     position: Position
     fit: _Fit
+    firsts: list[tuple[Size, Size]] = []
     histories: list[list[dict[str, float]]]
     results: list[tuple[Size, str, dict[str, Any]]] = []
     skipped_steps: Size
@@ -432,7 +460,7 @@ class _Progress(msgspec.Struct, kw_only=True):
 
 
 def _check_progress(saved: dict[str, Any]) -> None:
-    """ValueError where a field is missing, of another type, or cannot be meant beside the others."""
+    """Raise ValueError for a field that is missing, of another type, or inconsistent with the others."""
     said = msgspec.convert(saved, _Progress)
     position, fit = said.position, said.fit
     counts = (position.next_index, position.samples, position.loss_count)
@@ -447,20 +475,26 @@ def _check_progress(saved: dict[str, Any]) -> None:
         raise ValueError(f"it stands at sample {position.next_index} of {num_samples}")
     if fit.first_epoch > said.epoch or fit.first_step > said.step or fit.number >= len(said.histories):
         raise ValueError("its fit begins after it")
+    begun = [*said.firsts, (fit.first_epoch, fit.first_step)]
+    if begun != sorted(begun) or len(said.firsts) not in (0, fit.number):
+        raise ValueError("its fits do not follow each other")
 
 
 def _to_save(trainer: Trainer) -> dict[str, Any]:
     progress, optimizer, leasing = trainer.progress, trainer.strategy.optimizer, trainer.leasing
     assert optimizer is not None
+    first_epoch, first_step = progress.firsts[-1] if progress.firsts else (0, 0)
     saved = {
         "step": trainer.step,
         "epoch": trainer.epoch,
         "position": dataclasses.asdict(trainer.position),
         "fit": {
             "number": len(progress.histories) - 1,
-            "first_epoch": progress.fit_first[0],
-            "first_step": progress.fit_first[1],
+            "first_epoch": first_epoch,
+            "first_step": first_step,
+            "trainer": trainer.number,
         },
+        "firsts": progress.firsts[:-1],
         "histories": [history.epochs for history in progress.histories],
         "results": progress.results,
         "skipped_steps": progress.num_skipped_steps,
@@ -481,7 +515,7 @@ def _to_save(trainer: Trainer) -> dict[str, Any]:
 
 def _metric_pieces(trainer: Trainer) -> Iterator[Piece]:
     if trainer.leasing is not None:
-        return  # the others are in the middle of their own batches: nobody gathers now
+        return  # the others are in the middle of their own batches: no gather is possible now
     for name, tensor in trainer.train_metrics.state(trainer.strategy.gather).items():
         yield Piece(_METRICS + name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
@@ -496,7 +530,7 @@ def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> 
     try:
         pieces = with_rank_local_state(trainer, checkpoint)
         trainer.strategy.load(PieceReader(pieces, settings, checkpoint.path))
-    except OptimizerMismatch as error:  # raised where the file's name is not known
+    except OptimizerMismatch as error:  # the raising code does not know the file's name
         raise OptimizerMismatch(path=checkpoint.path, problem=error.problem) from None
 
 
@@ -529,10 +563,10 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def load_scheduler(scheduler: LRScheduler, saved: dict[str, Any], *, path: str = "") -> None:
-    """Give a scheduler, built afresh, the state that was saved.
+    """Load saved state into a scheduler, built afresh.
 
-    It sets no learning rate: the optimizer's own state brings that. Load the
-    optimizer after the scheduler was built, in either order with this.
+    It sets no learning rate: that is part of the optimizer's state. Load the optimizer after the
+    scheduler was built, in either order with this.
     """
     kind = type(scheduler).__name__
     if saved["class"] != kind:
@@ -546,13 +580,13 @@ def load_scheduler(scheduler: LRScheduler, saved: dict[str, Any], *, path: str =
 
 
 def snapshot_pieces(trainer: Trainer, path: str) -> Iterable[Piece]:
-    """The pieces of a checkpoint at `path`: of a snapshot, only what all have alike. Collective."""
+    """Pieces of a checkpoint at `path`; of a snapshot, only the common ones. Collective."""
     strategy, mine = trainer.strategy, _rank_local_path(trainer, path)
     if mine is None or not isinstance(strategy, PeriodicSync):
         return strategy.state()
     common = list(strategy.common_pieces())
     write_checkpoint(str(mine), list(strategy.own_pieces()), progress={"step": trainer.step})
-    strategy.reduce(torch.zeros(1))  # a snapshot counts once every part of it is there
+    strategy.reduce(torch.zeros(1))  # barrier: a snapshot counts once every part of it is written
     return common
 
 
@@ -565,13 +599,13 @@ def with_rank_local_state(trainer: Trainer, checkpoint: Checkpoint) -> Mapping[s
 
 
 def remove_rank_local_state(trainer: Trainer, path: str) -> None:
-    """The snapshot at `path` goes, and this worker's part with it."""
+    """Delete this worker's part of the snapshot at `path`."""
     if (mine := _rank_local_path(trainer, path)) is not None:
         shutil.rmtree(mine, ignore_errors=True)
 
 
 def _rank_local_path(trainer: Trainer, path: str) -> Path | None:
-    """Path of this worker's part of a snapshot; None where `path` is no snapshot, or workers have no parts."""
+    """Path of this worker's part of a snapshot; None if `path` is no snapshot, or workers have no parts."""
     at = Path(path)
     if not trainer.job.launched or not isinstance(trainer.strategy, PeriodicSync):
         return None
@@ -584,13 +618,14 @@ def _rank_local_path(trainer: Trainer, path: str) -> Path | None:
 
 
 EVERY_STEPS = 50
-"""Steps between two where neither the script nor --snapshot-every says: at most so many are repeated after a death, or a
-multiple of them where snapshots would cost more than SHARE of the time."""
+"""Steps between two snapshots unless the script or --snapshot-every sets it: at most this many are
+repeated after a death, or a multiple of them if snapshots would cost more than SHARE of the time.
+"""
 
 SHARE = 0.02
 
 MOST_STEPS = 2000
-"""Between two, whatever they cost."""
+"""Largest interval, whatever snapshots cost."""
 
 
 def steps_between(*, cost_s: float, step_s: float) -> int:
@@ -600,7 +635,7 @@ def steps_between(*, cost_s: float, step_s: float) -> int:
 
 
 class Snapshots:
-    """Taken after steps that all ranks count alike."""
+    """Snapshots after steps that all ranks count alike."""
 
     def __init__(self, trainer: Trainer) -> None:
         job = trainer.job
@@ -611,7 +646,7 @@ class Snapshots:
         )
         self._every = (trainer.progress.snapshot_steps or EVERY_STEPS) if said is None else said
         self._is_told = said is not None
-        # Without a common run directory only rank 0's host would find them.
+        # Without a shared run directory only rank 0's host would find them.
         is_of_use = (
             job.launched and job.can_recover and job.verify is None and holds_parts and job.shares_run_dir
         )
@@ -621,7 +656,7 @@ class Snapshots:
         self._since = time.monotonic()
 
     def after_step(self) -> None:
-        """Take one if it is time. Collective."""
+        """Take a snapshot if due. Collective."""
         trainer, step = self._trainer, self._trainer.step
         if not self._is_on or step // self._every == self._seen_step // self._every:
             return
@@ -648,7 +683,7 @@ class Snapshots:
                 shutil.rmtree(oldest, ignore_errors=True)
 
     def _agreed(self, cost_s: float, step_s: float) -> int:
-        """From what all ranks measured, so that all take the next one at the same step."""
+        """From all ranks' measurements, so that all take the next one at the same step."""
         cost_of_all, step_of_all = self._trainer.strategy.reduce(
             torch.tensor([cost_s, step_s], dtype=torch.float64)
         ).tolist()

@@ -64,7 +64,7 @@ from shoal.train.calls import (
     batches_of,
     described,
     device_of,
-    first_inputs,
+    first_slice,
     next_number,
     refuse_hooks,
     refuse_lookups,
@@ -108,23 +108,23 @@ class WorkerData:
         self._has_begun = False
         self._resumed: DataPlace | None = None
         self._pending: list[TakenBatch] = []  # since the last step
-        self._num_left_out = 0  # samples, of those
+        self._num_left_out = 0  # skipped samples among them
         self.epoch, self.index = 0, -1
         self._lease: LeasedEpoch | None = None  # in relaxed strategies, while an epoch runs
         self.num_local = 0
-        """Samples of this worker's own in the batch given last; 0 where one was borrowed, which nobody should count."""
+        """Samples of this worker's own in the last batch; 0 if one was borrowed, which must not be counted."""
 
     @property
     def data_description(self) -> dict[str, Any]:
         return self._batches.describe()
 
     def counted_from(self, start: int) -> Iterator[tuple[int, Tree]]:
-        """As `enumerate` does, and from where this worker begins."""
+        """As `enumerate`, from this worker's starting index."""
         for batch in self._epoch():
             yield start + self.index, batch
 
     def stepped(self) -> int:
-        """A step is committed: what was handed out before it is trained. Gives the number of these samples."""
+        """Mark batches taken before the commit as trained; returns their number of samples."""
         pending, self._pending, self._num_left_out = self._pending, [], 0
         if self._lease is not None:
             return self._lease.trained(script.slice) if pending and script.slice is not None else 0
@@ -135,7 +135,7 @@ class WorkerData:
         return sum(part.num_global for part in pending)
 
     def state(self) -> dict[str, Any]:
-        """The place after the last step, for a checkpoint."""
+        """Position after the last step, for a checkpoint."""
         is_inside = self in script.open
         return {
             "epoch": self.position.epoch if is_inside else self.epoch,
@@ -147,7 +147,7 @@ class WorkerData:
         }
 
     def resume_at(self, state: dict[str, Any], path: str) -> None:
-        """Begin the next `for` over this data where a checkpoint stood."""
+        """Begin the next `for` over this data at the position of a checkpoint."""
         if state["num_samples"] != self._batches.num_samples:
             raise CheckpointError(
                 f"the checkpoint {path} stands in a dataset of {state['num_samples']} samples, and shoal.setup was given one of "
@@ -160,7 +160,7 @@ class WorkerData:
         )
 
     def reached(self) -> None:
-        """Tell the ledger how far it has come: it is saved."""
+        """Report progress to the ledger: it is saved."""
         if self in script.open:
             self._ledger.reached()
 
@@ -177,7 +177,7 @@ class WorkerData:
         is_over = False
         try:
             if place is None:
-                return  # the others were through with this data before this worker came to be
+                return  # the others had finished this data before this worker started
             script.began(place)
             epoch, self.index = place.epoch, place.index - 1
             self.position = Position(epoch=epoch, next_index=place.next_index, stretch=place.stretch)
@@ -207,7 +207,7 @@ class WorkerData:
                 self.num_local = part.num_local
                 for loop in script.loops:
                     loop.about_to_run(part)
-                if job.num_workers > 1:  # else every worker would draw the same dropout as the others
+                if job.num_workers > 1:  # else every worker would draw the same dropout
                     seed_all(mix(self._seed, job.data_rank, epoch, part.start), self._loop.device)
                 failpoint(BEFORE_FORWARD, self._loop.strategy.step + 1)
                 recorder.RECORDER.base(recorder.COMPUTE)  # forward and backward are the script's own
@@ -229,7 +229,7 @@ class WorkerData:
             gathering.enter(None)
             recorder.RECORDER.base(None)
             PROFILER.finish()
-            self._pending.clear()  # nothing was made of them
+            self._pending.clear()  # they were not used
             if self._lease is None:
                 self._ledger.reached(is_end=is_over)
             self._lease = None
@@ -255,11 +255,11 @@ class WorkerData:
 
     @property
     def updates(self) -> int | None:
-        """Steps of all workers, where each takes batches of its own; None where all take each together."""
+        """Steps of all workers, if each takes batches of its own; None if all take each batch together."""
         return self._lease.position.step if self._lease is not None else None
 
     def _sync_loops(self) -> None:
-        """Have one model on all workers, where they trained apart."""
+        """Make the models equal on all workers, if they trained apart."""
         if self._lease is not None:
             self._lease.end()
             script.progress.step = self._lease.position.step
@@ -267,7 +267,9 @@ class WorkerData:
             loop.sync()
 
     def _leave_early(self) -> None:
-        """As at the end of the data. Exceptions cannot leave a generator that is closed: they end the process here."""
+        """As at the end of the data. A generator that is being closed cannot propagate exceptions:
+        they end the process here.
+        """
         try:
             if self._lease is not None:
                 self._lease.give_back()
@@ -280,12 +282,14 @@ class WorkerData:
             os._exit(told.exit_code)
 
     def give_back(self) -> None:
-        """The job leaves: nobody waits for this worker's batches."""
+        """The job leaves: no worker waits for this one's batches."""
         if self._lease is not None:
             self._lease.give_back()
 
     def _refuse_left_out(self, part: Slice) -> None:
-        """Backward divides by the samples of a batch, commit corrects it: for one batch, not for the sum of several."""
+        """Refuse skipped samples with accumulation: commit corrects the divisor for one batch, not for
+        the sum of several.
+        """
         self._num_left_out += part.num_local if part.num_asked is None else part.num_asked
         self._num_left_out -= part.num_local
         if self._num_left_out and self._pending:
@@ -319,27 +323,27 @@ class CustomLoop:
         self.number = next_number()
 
     def about_to_run(self, part: Slice) -> None:
-        """A slice is handed to the script: models will run on it, up to the next commit."""
+        """A slice is given to the script: models will run on it, up to the next commit."""
         if self.optimizer is not None:
             self._stepping.about_to_run()
             self._stepping.weigh(part)
-            # On a mesh the loss is weighted before backward, else what backward leaves.
+            # On a mesh the loss is weighted before backward, otherwise the gradients after it.
             is_mesh = strategies.parse(self.job.strategy).base == "mesh"
             gathering.enter(GatherScope(part.num_local, 1.0 if is_mesh else part.num_local / part.num_global))
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a backward has left any that no step has used."""
+        """Whether backward has left gradients that no step has used."""
         return self.optimizer is not None and any(p.grad is not None for p in self.model.parameters())
 
     def sum_gradients(self) -> None:
-        """Have sums over the workers in `.grad`; the commit that follows only updates."""
+        """Put sums over the workers into `.grad`; the following commit only updates."""
         if script.slice is None:
             raise _no_batch_yet("the gradients were to be summed")
         self._stepping.sum_gradients(script.slice)
 
     def epoch_begins(self) -> None:
-        """Refuse a loop whose end shoal would not see, where workers have to meet at it."""
+        """Refuse a loop whose end shoal cannot detect, if workers have to meet there."""
         if not isinstance(self.strategy, (Leased, PeriodicSync)):
             return
         try:
@@ -352,22 +356,22 @@ class CustomLoop:
 
     @property
     def how_apart(self) -> str:
-        """What makes workers train apart, as it was asked for."""
+        """Option that makes workers train apart, as the user wrote it."""
         return self.job.strategy if self.job.sync_every is None else f"--sync-every {self.job.sync_every}"
 
     @property
     def has_diverged(self) -> bool:
-        """Whether weights differ from worker to worker at present."""
+        """Whether weights differ between workers at present."""
         return isinstance(self.strategy, PeriodicSync) and self.strategy.has_diverged
 
     def sync(self) -> None:
-        """Have one model on all workers now. Collective where they have trained apart."""
+        """Make the models equal on all workers now. Collective if they have trained apart."""
         if isinstance(self.strategy, PeriodicSync):
             result = self.strategy.sync()
             script.ended = script.ended or (result is not None and result.leave)
 
     def epoch_is_over(self) -> None:
-        """The script may end with it, before the steps that a verification asked for."""
+        """The epoch is over: the script may end with it, before the steps that a verification asked for."""
         if self._verification is not None:
             self._verification.write(self.strategy)
 
@@ -408,7 +412,7 @@ class CustomLoop:
                 number=self.number,
                 is_own_loop=True,
                 checkpoint_activations=self.job.checkpoint_activations,
-                first_inputs=first_inputs(batches, self.job.num_data_ranks) if in_stages else None,
+                first_slice=first_slice(batches, self.job.num_data_ranks) if in_stages else None,
                 control=self._control,
             )
         )
@@ -417,8 +421,8 @@ class CustomLoop:
         if isinstance(self.strategy, Leased):
             self._begin_apart()
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
-        # A fused optimizer would have a GradScaler look for infinities in this worker's gradients alone, and skip by them
-        # within its kernel: let the scaler go by `unscale_`, which sums first.
+        # With a fused optimizer a GradScaler would look for infinities in this worker's gradients alone,
+        # and skip within its kernel: make the scaler use `unscale_`, which sums first.
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         update = optimizer.step
@@ -433,12 +437,12 @@ class CustomLoop:
                 )
             return self._commit()
 
-        # Schedulers mark the step they have seen, and look for a bound method.
+        # Schedulers mark the step function they have seen, and expect a bound method.
         step.__dict__.update(getattr(update, "__dict__", {}))
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _begin_apart(self) -> None:
-        """Say what a loop is, where each worker trains batches of its own."""
+        """Record the loop's data for leases, if each worker trains batches of its own."""
         how = self.job.strategy
         if any(loop.optimizer is not None for loop in script.loops):
             raise ConfigError(
@@ -447,7 +451,7 @@ class CustomLoop:
             )
         script.recovery.stop_noting()
         if self.strategy.replay_log is not None:
-            self.strategy.replay_log.let_go(
+            self.strategy.replay_log.drop_results(
                 f"note: under '{how}' each worker takes whole batches of its own: the loop's counters, and a scheduler that is stepped in "
                 "it, count this worker's batches; shoal.log is of them; shoal.checkpoint saves between two epochs. A worker that dies "
                 "takes all of them back to the newest checkpoint where the script calls shoal.resume, else to its beginning"
@@ -487,17 +491,17 @@ class Script:
 
     loops: list[CustomLoop] = field(default_factory=list)
     slice: Slice | None = None
-    """The one taken last, from whichever data."""
+    """Slice taken last, from any data."""
 
     data: list[WorkerData] = field(default_factory=list)
-    """From which any was taken."""
+    """Data from which a batch was taken."""
 
     every: list[WorkerData] = field(default_factory=list)
     open: list[WorkerData] = field(default_factory=list)
     """In the middle of an epoch."""
 
     ended: bool = False
-    """Somebody asked the job to leave, and all ranks know it."""
+    """The job was asked to leave, and all ranks know it."""
 
     saves: bool = False
     """The script calls shoal.checkpoint, which saves when it leaves."""
@@ -506,23 +510,23 @@ class Script:
     """The script has called shoal.resume."""
 
     between: str | None = ""
-    """Where the script is while it is not in an epoch of its data; None while it is."""
+    """Position of the script outside of epochs of its data; None inside."""
 
     recovery: Recovery = field(default_factory=Recovery)
     progress: LoopProgress = field(default_factory=LoopProgress)
     is_anchored: bool = False
-    """Whether the step that is under way has been noted for a replacement."""
+    """Whether the step in progress has an anchor for a replacement."""
 
     committed: CustomLoop | None = None
     """Took a step since then."""
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Whether an epoch runs in which each worker trains batches of its own."""
+        """Whether the running epoch has whole batches per worker."""
         return any(data.updates is not None for data in self.open)
 
     def anchor(self, data: WorkerData, part: Slice) -> None:
-        """The first batch since the last step is about to be handed out: a replacement runs the step from here."""
+        """Set an anchor before the first batch since the last step: a replacement runs the step from here."""
         self.is_anchored, self.committed = True, None
         self.recovery.note(
             self.loops[-1].strategy.replay_log,
@@ -544,7 +548,7 @@ class Script:
             data.epoch = place.epochs.get(data.number, data.epoch)
 
     def about_to_commit(self, loop: CustomLoop) -> None:
-        """A replacement has weights of after a step: it cannot compute gradients again that were computed before it."""
+        """Refuse gradients computed before a step whose later weights a replacement received: it cannot recompute them."""
         replay_log = loop.strategy.replay_log
         waiting = [other for other in self.loops if other is not loop and other.has_gradients]
         if self.committed is not None or waiting:
@@ -560,7 +564,7 @@ script = Script()
 
 
 def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimizer, WorkerData]:
-    """ParallelOptions an ordinary training loop: returns the same model and optimizer, and this worker's part of the data.
+    """Distribute an ordinary training loop: returns the same model and optimizer, and this worker's part of the data.
 
     May be called again: for another model, or with the same two for other data.
     """
@@ -587,7 +591,7 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
         )
     else:
         call = Call(number, loop.strategy.replay_log)
-    if not call.is_over:  # a replacement passes here, where the others were before
+    if not call.is_over:  # a replacement skips this, as the others have done it before
         call.end(None)
     mine = WorkerData(loop, batches.for_device(loop.device))
     script.every.append(mine)
@@ -595,12 +599,12 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
 
 
 def counted(data: Any, start: int = 0) -> Any:
-    """`enumerate` of a process that enters an epoch in its middle."""
+    """`enumerate` for a process that enters an epoch in its middle."""
     return data.counted_from(start) if isinstance(data, WorkerData) else enumerate(data, start)
 
 
 def _catch_up_quietly() -> None:
-    """Let the script of a replacement enter its loops where the others are, and write no files before it is there."""
+    """Let a replacement's script enter its loops at the others' position, without writing files before it has caught up."""
 
     loop_shape.use_enterable(loop_shape.script_frames(), {"range": loop_shape.Range, "enumerate": counted})
     save = torch.save
@@ -628,7 +632,7 @@ def reduce(value: Tensor | float) -> Any:
 
 
 def present_moment() -> tuple[Strategy, Callable[[str, Callable[[], T]], T]]:
-    """The strategy to exchange through, and how: where a replaced worker passes without the others, what came of it is kept."""
+    """Strategy for an exchange, and how to run it: results that a replacement would need are kept."""
     strategy = _current_loop().strategy
     replay_log, between = strategy.replay_log, script.between
     if replay_log is None or between is None or replay_log.is_inside_call:
@@ -637,10 +641,11 @@ def present_moment() -> tuple[Strategy, Callable[[str, Callable[[], T]], T]]:
 
 
 def sum_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Have the sum over all workers in `.grad` of the parameters of this optimizer, before its step.
+    """Put the sum over all workers into `.grad` of this optimizer's parameters, before its step.
 
-    Between backward and step a gradient is only this worker's part; after this it is the whole, the same on every worker,
-    and may be read and changed. Call it after the last backward of a step; `optimizer.step()` then only updates.
+    Between backward and step a gradient is only this worker's part; after this it is the whole,
+    equal on every worker, and may be read and changed. Call it after the last backward of a step;
+    `optimizer.step()` then only updates.
     """
     loop = next((loop for loop in script.loops if loop.optimizer is optimizer), None)
     if loop is None:
@@ -649,7 +654,7 @@ def sum_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _sum_gradients_of(parameters: list[Tensor]) -> None:
-    """Of every loop that one of these belongs to; while one commits, its gradients are what they should be."""
+    """Sum the gradients of every loop that one of these belongs to; not during a commit, when they are final."""
     given = {id(parameter) for parameter in parameters}
     for loop in script.loops:
         if loop.optimizer is not None and not given.isdisjoint(loop.parameter_ids) and not loop.is_committing:
@@ -669,24 +674,24 @@ def _owners_of_gradients() -> dict[int, Tensor]:
 def mean(total: Tensor, count: Tensor | float) -> Tensor:
     """A loss over something other than samples: its local sum and local count, as a mean over all workers.
 
-    Use it where slices count differently, as under a mask:
-    `shoal.mean((losses * mask).sum(), mask.sum()).backward()`.
+    Use it where slices count differently, as under a mask: `shoal.mean((losses * mask).sum(),
+    mask.sum()).backward()`.
     """
     part = script.slice
     if part is None:
         raise ConfigError("shoal.mean was called before the first batch was taken from shoal.setup's data.")
     if script.takes_whole_batches:
         return total / float(count) if count else total * 0.0
-    # What was borrowed is counted where it belongs.
+    # A borrowed sample is counted by its owner.
     mine = torch.tensor([float(count) if part.num_local else 0.0, part.num_local], dtype=torch.float64)
     everywhere, num_samples = reduce(mine).tolist()
-    # optimizer.step weights this rank by its share of the samples; take that out again.
+    # optimizer.step weights this rank by its share of the samples; compensate for that.
     share = part.num_local / num_samples if num_samples else 0.0
     return total / (everywhere * share) if share and everywhere else total * 0.0
 
 
 def should_stop() -> bool:
-    """True once somebody asked the job to leave; decided with a step, so it turns true on all ranks at once."""
+    """True once the job was asked to leave; decided with a step, so it turns true on all ranks at once."""
     script.progress.ends_itself = True
     return script.ended
 
@@ -709,7 +714,7 @@ def log(**values: Any) -> None:
                 f"shoal.log was given {name}={value!r:.60}; it takes numbers, tensors of one number, and pairs (sum, count)."
             ) from None
         factor = 1.0 if isinstance(value, tuple) else weight
-        # What was borrowed is counted where it belongs.
+        # A borrowed sample is counted by its owner.
         pairs.append([total * factor, count * factor] if weight else [0.0, 0.0])
     sums = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
     sums = sums if script.takes_whole_batches else reduce(sums)
@@ -740,7 +745,7 @@ _is_extended = False
 
 
 def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> None:
-    """Let torch's functions see sums; `owners_of` gives parameters by the identity of their gradients."""
+    """Make torch's functions operate on sums; `owners_of` gives parameters by the identity of their gradients."""
     global _is_extended
     if _is_extended:
         return
@@ -778,7 +783,7 @@ def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> Non
 
     @functools.wraps(unscale)
     def unscale_sums(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """Of sums, every worker finds the same infinities, and all skip the step or none does."""
+        """In sums every worker finds the same infinities, so all skip the step or none does."""
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if scaler.is_enabled():
             _refuse_scaler_apart(given)
@@ -805,7 +810,7 @@ def _refuse_scaler_apart(parameters: list[Tensor]) -> None:
 
 
 def _norm_over_stages(owners: Iterable[Tensor | None]) -> float | None:
-    """Of a model in stages: each rank has the gradients of its own. Collective."""
+    """For a model in stages, where each rank has the gradients of its own. Collective."""
     known = {id(owner) for owner in owners if owner is not None}
     for loop in script.loops:
         if isinstance(loop.strategy, HoldsStages) and any(id(p) in known for p in loop.model.parameters()):
@@ -820,7 +825,7 @@ def _of_parts(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call one of torch's functions; of gradients of which each rank has a part, not with all of them at once."""
+    """Call one of torch's functions; sharded gradients are passed in separate groups."""
     there = [gradient for gradient in gradients if gradient is not None]
     if not any(isinstance(gradient, DTensor) for gradient in there):
         return function(given, *args, **kwargs)
@@ -862,7 +867,7 @@ def _extend(name: str, extended: Callable[[Callable[..., Any]], Callable[..., An
 
 
 def _cell_of(function: Any) -> CellType | None:
-    """Where torch's no-grad wrapper holds the function it calls: to exchange it there reaches every import of it."""
+    """Cell in which torch's no-grad wrapper holds its function: replacing it there reaches every import."""
     closure = getattr(function, "__closure__", None) or ()
     held = [cell for cell in closure if isinstance(cell.cell_contents, FunctionType)]
     return held[0] if len(held) == 1 else None

@@ -1,10 +1,9 @@
-"""State of a script at the beginning of a step: its variables and its place in the data, for a worker that replaces another.
+"""Script state at the beginning of a step: variables and position in the data, for a replacement worker.
 
-Plain values, small tensors and containers of them are noted from the frames
-that iterate the data. The other ranks' notes say what is common to all; what
-only this rank had is in a file of its own that outlives it. A loop that cannot
-be entered in the middle says so at its first step: there a death takes all
-workers back to the script's beginning (docs/adr/0016-loops-of-ones-own.md).
+Plain values, small tensors and containers of them are recorded from the frames that iterate the
+data. The other ranks' notes give the common values; values that only this rank had are in a file of
+its own that survives it. A loop that cannot be entered in the middle is reported at its first step:
+there a death takes all workers back to the script's beginning (docs/adr/0016-loops-of-ones-own.md).
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ Noted: TypeAlias = Any
 """Scalars as they are; anything else as {"is": kind, "of": contents}."""
 
 MAX_ITEMS = 64
-"""Of a container that is copied at every step; longer lists of scalars are noted by what was appended."""
+"""Largest container copied at every step; of longer lists of scalars only appended items are recorded."""
 
 MAX_NUMEL = 1024
-"""Of a tensor or array that is copied at every step."""
+"""Largest tensor or array copied at every step."""
 
 _SCALARS = frozenset({int, float, str, bool, type(None)})
 _KNOWN = (nn.Module, torch.optim.Optimizer, LRScheduler)
@@ -63,31 +62,28 @@ _SKIPPED: Any = object()
 
 
 class Variables:
-    """Notes the variables of the script's frames, innermost first."""
+    """Records the variables of the script's frames, innermost first."""
 
     def __init__(self, trained: list[nn.Module], shape: Shape) -> None:
         self._trained, self._carried, self._targets = trained, shape.carried, shape.targets
         self._constants: dict[int, dict[str, Any]] = collections.defaultdict(dict)
-        self._lists: dict[
-            int, tuple[list[Any], list[Any]]
-        ] = {}  # long ones: the list, and what was noted of it
-        self._seen: dict[
-            tuple[int, str], tuple[int, Any]
-        ] = {}  # what is not noted: which it is, and how it stands
+        # Long ones: the list, and what was recorded of it.
+        self._lists: dict[int, tuple[list[Any], list[Any]]] = {}
+        self._seen: dict[tuple[int, str], tuple[int, Any]] = {}  # unrecorded values: identity and state
 
     @property
     def has_long(self) -> bool:
         return bool(self._lists)
 
     def note(self, frames: Sequence[FrameType]) -> list[dict[str, Noted]]:
-        """The variables as they are; CannotEnter where one that changes cannot be noted."""
+        """The variables at present; CannotEnter if one that changes cannot be recorded."""
         noted = []
         for depth, frame in enumerate(frames):
             here = {}
             constants = self._constants[depth]
             for name, value in frame.f_locals.items():
                 if constants.get(name, _SKIPPED) is value:
-                    continue  # a module, a function, the optimizer: most of what a script has
+                    continue  # a module, a function, the optimizer: most objects of a script
                 if depth == 0 and name in self._targets:
                     continue
                 if type(value) in _SCALARS:
@@ -165,7 +161,7 @@ class Variables:
             return _SKIPPED
         noted.extend(added)
         if len(self._lists) > MAX_ITEMS:
-            self._lists.clear()  # lists of epochs that are over
+            self._lists.clear()  # lists of finished epochs
         self._lists[id(value)] = value, noted
         return Long(noted, len(value))
 
@@ -190,7 +186,7 @@ class Long(NamedTuple):
 
 
 def plain(noted: Noted) -> Noted:
-    """A note with its long lists written out, to be handed over."""
+    """A note with its long lists written out, for transfer."""
     if isinstance(noted, Long):
         return {"is": "list", "of": noted.noted[: noted.length]}
     if isinstance(noted, dict):
@@ -279,7 +275,6 @@ def note_generators() -> dict[str, Noted]:
 
 
 def restore_generators(noted: dict[str, Noted]) -> None:
-    """Draw on as noted."""
     random.setstate((noted["version"], tuple(noted["python"]["of"].tolist()), noted["gauss"]))
     kind, at, has_gauss, cached = noted["more"]
     np.random.set_state((kind, noted["numpy"]["of"].numpy().astype(np.uint32), at, has_gauss, cached))
@@ -303,14 +298,14 @@ def _has_state(value: Any) -> bool:
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether an object is neither noted nor watched, now or later: shoal's data, a logger, a file."""
+    """Whether an object is neither recorded nor watched, now or later: shoal's data, a logger, a file."""
     return not isinstance(value, (Tensor, tuple, np.ndarray, np.generic)) and not (
         _has_state(value) or _standing(value) is not None
     )
 
 
 def _standing(value: Any) -> Any:
-    """Something that changes when the value does, where that can be told cheaply; None where it cannot."""
+    """Value that changes with the object, if that is cheap to tell; None if not."""
     if isinstance(value, Tensor):
         return None if value.requires_grad else (value._version, tuple(value.shape))
     if isinstance(value, nn.Module):
@@ -326,11 +321,13 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}" + (f" of {len(value):,}" if hasattr(value, "__len__") else "")
 
 
-# ---- what outlives this process -----------------------------------------------------------------
+# ---- state that survives this process -----------------------------------------------------------
 
 
 class OwnFile:
-    """This rank's newest note, in memory that outlives the process: written in turn to two places, each with a checksum."""
+    """This rank's newest note, in memory that outlives the process: written alternately to two slots,
+    each with a checksum.
+    """
 
     _SLOT = 1 << 16
 
@@ -343,10 +340,10 @@ class OwnFile:
         self._turn = 0
 
     def write(self, at: int, noted: Sequence[dict[str, Noted]], *, has_long: bool = True) -> None:
-        """The variables before exchange `at`; what is too long for a slot is left to the other ranks."""
+        """Write the variables before exchange `at`; a note too long for a slot is left to the other ranks."""
         try:
             raw = _ENCODER.encode([at, [_without_long(names) for names in noted] if has_long else noted])
-        except (TypeError, OverflowError):  # a number of more than 64 bits, or a dtype that numpy has not
+        except (TypeError, OverflowError):  # an integer of more than 64 bits, or a dtype unknown to numpy
             raw = bytes(self._SLOT)
         if len(raw) + 8 > self._SLOT:
             raw = _ENCODER.encode([at, [{} for _ in noted]])
@@ -359,11 +356,11 @@ class OwnFile:
         )
 
     def clear(self) -> None:
-        """What is there is of a life that nobody goes on with."""
+        """Discard the content: it belongs to an earlier launch."""
         self._memory[:8] = self._memory[self._SLOT : self._SLOT + 8] = bytes(8)
 
     def read(self) -> tuple[int, list[dict[str, Noted]]] | None:
-        """The newest note that is whole."""
+        """Newest intact note."""
         return max(self._slots(), key=lambda slot: slot[0], default=None)
 
     def _slots(self) -> Iterator[tuple[int, list[dict[str, Noted]]]]:
@@ -381,11 +378,11 @@ def merged(
     others: Sequence[dict[str, Noted]],
     before: tuple[int, Sequence[dict[str, Noted]]] | None,
 ) -> tuple[list[dict[str, Noted]], list[str]]:
-    """The variables of a replacement that begins before exchange `at`, and those of its own that lack the last step.
+    """Variables of a replacement that begins before exchange `at`, and those of its own that lack the last step.
 
-    `own` is what its predecessor noted, `others` what another rank has noted
-    at that place and, as `before`, a step earlier: a variable that was equal
-    there is common to all, and the other rank's newer value is its own.
+    `own` is its predecessor's note, `others` another rank's note at that position and, as `before`,
+    a step earlier: a variable that was equal there is common to all, so the other rank's newer
+    value is valid.
     """
     result = [dict(names) for names in others]
     if own is None or len(own[1]) != len(others):
@@ -471,10 +468,10 @@ class DataPlace:
     """Batches taken in this epoch before it."""
 
     stretch: dict[str, Any] | None = None
-    """What each worker has had of the epoch so far."""
+    """Each worker's share of the epoch so far."""
 
     epochs: dict[int, int] = field(default_factory=dict)
-    """By number of the data: how often the script has begun to go through it."""
+    """By number of the data: how often the script has begun to iterate it."""
 
     progress: dict[str, Any] = field(default_factory=dict)
     """Steps counted so far, and the last line of metrics.jsonl."""
@@ -489,10 +486,9 @@ class Recovery:
     set_up_at: list[tuple[CodeType, int]] = field(default_factory=list)
     _is_given_up: bool = False
     _shapes: dict[tuple[tuple[CodeType, int], ...], tuple[Shape, Variables]] = field(default_factory=dict)
-    _asking: set[int] = field(default_factory=set)  # data that a `while` goes through
+    _asking: set[int] = field(default_factory=set)  # data that a `while` iterates
     _now: tuple[int, list[dict[str, Noted]]] | None = None
     _own: OwnFile | None = None
-    _said_when_live: str = ""
     _schedulers: dict[int, list[Any]] = field(default_factory=dict)
 
     def set_up(self) -> None:
@@ -502,12 +498,9 @@ class Recovery:
     # ---- noting ---------------------------------------------------------------------------------
 
     def note(self, replay_log: ReplayLog | None, place: DataPlace) -> None:
-        """A step's first batch is about to be taken."""
+        """Record the state before a step's first batch is taken."""
         if replay_log is None:
             return
-        if self._said_when_live and session.is_live():
-            print(self._said_when_live, file=sys.stderr, flush=True)
-            self._said_when_live = ""
         if self._is_given_up:
             replay_log.anchor(dict)
             return
@@ -549,11 +542,11 @@ class Recovery:
         self._is_given_up = True
 
     def give_up(self, replay_log: ReplayLog | None, why: str) -> None:
-        """From here on a worker that dies cannot be replaced alone; said once."""
+        """From here on a dead worker cannot be replaced alone; reported once."""
         if replay_log is None or self._is_given_up:
             return
         self._is_given_up = True
-        replay_log.let_go(
+        replay_log.drop_results(
             f"note: {why}: a worker that dies takes all of them back to the beginning of the script, or to the newest checkpoint "
             "where it calls shoal.resume. A loop over shoal's data "
             "itself, inside `while` or `for NAME in range(...)`, with one optimizer step after one or more batches, goes on "
@@ -575,7 +568,7 @@ class Recovery:
     # ---- in a replacement -----------------------------------------------------------------------
 
     def start_of(self, start: DataPlace, replay_log: ReplayLog | None) -> DataPlace | None:
-        """`start` itself; in a replaced worker the others' place, or None where they are past this data."""
+        """`start` itself; in a replaced worker the others' position, or None if they are past this data."""
         waiting = replay_log.pending_anchor() if replay_log is not None else None
         if replay_log is None or waiting is None or "data" not in waiting:
             return start
@@ -620,18 +613,18 @@ class Recovery:
             restore_generators(noted[-1])
         loop_shape.enter(frames, [RangeLoop(*loop) for loop in waiting["ranges"]])
         if behind:
-            self._said_when_live = (
+            session.say_when_live(
                 f"note: worker {jobs.rank()} was replaced: what its script alone had added to {_names(behind)} in the step in "
                 "which it died is missing there. Weights, and variables that all workers have alike, are exact"
             )
         elif replay_log.next_is_known:
-            self._said_when_live = (
+            session.say_when_live(
                 f"note: worker {jobs.rank()} was replaced, and runs a step again that is committed: what its script adds up of "
                 "the model's outputs in it is of the weights after that step. Weights are exact"
             )
 
     def schedulers_of(self, optimizer: torch.optim.Optimizer, *, look: bool = False) -> list[Any]:
-        """The schedulers that the script built on the optimizer. They know it, but it does not know them."""
+        """Schedulers that the script built on the optimizer. They refer to it, but it does not refer to them."""
         if look or id(optimizer) not in self._schedulers:
             self._schedulers[id(optimizer)] = [
                 thing
@@ -643,7 +636,7 @@ class Recovery:
 
 
 def _refuse_wrappers() -> None:
-    """An iterator of C around ours has a place of its own, and no frame."""
+    """Refuse an iterator in C around ours: it has a position of its own, and no frame."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__iter__":
         frame = frame.f_back  # type: ignore[assignment]
