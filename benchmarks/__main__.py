@@ -59,10 +59,12 @@ def main() -> None:
         "--part",
         action="append",
         default=[],
-        help="of recovery, ps_recovery, engines, planner and migration: only this part",
+        help="of recovery, ps_recovery, engines, planner, scaling and migration: only this part",
     )
     parser.add_argument(
-        "--minutes", type=float, help="of recovery, engines, planner and ps_*: how long at most"
+        "--minutes",
+        type=float,
+        help="of recovery, engines, planner, scaling, device_cache and ps_*: how long at most",
     )
     parser.add_argument(
         "--workers", type=int, action="append", default=[], help="of recovery: only so many workers"
@@ -86,13 +88,13 @@ def _more(name: str, options: argparse.Namespace) -> dict[str, Any]:
             return {**of_recovery, "workers": options.workers}
         case "ps_recovery":
             return of_recovery
-        case "engines":
+        case "engines" | "scaling":
             return {"parts": options.part, "minutes": options.minutes}
         case "planner":
             return of_recovery
         case "migration":
             return {"parts": options.part}
-        case "ps_memory" | "ps_quality" | "scaling" | "device_cache":
+        case "ps_memory" | "ps_quality" | "device_cache":
             return {"minutes": options.minutes}
     return {}
 

@@ -8,6 +8,7 @@ machine they say more.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -64,11 +65,9 @@ def base_install() -> dict[str, float]:
         if (plain := name.lower().replace("_", "-")) not in seen:
             seen.add(plain)
             for requirement in requires(name) or ():
-                if "extra ==" not in requirement:
-                    all_of(
-                        requirement.split(";")[0].split("[")[0].split(" ")[0].rstrip("<>=!~0123456789.,"),
-                        seen,
-                    )
+                named = re.match(r"[\w.-]+", requirement)
+                if named and "extra ==" not in requirement:
+                    all_of(named[0], seen)
         return seen
 
     def mib(names: set[str]) -> float:

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MIN_WARM_STEPS = 5
+MIN_WARM_STEPS = 9
+"""The Trainer checks a loss at steps 1, 2, 4 and 8."""
 
 
 def options(*extra: Callable[[argparse.ArgumentParser], Any]) -> argparse.Namespace:
@@ -37,9 +38,10 @@ def options(*extra: Callable[[argparse.ArgumentParser], Any]) -> argparse.Namesp
 class Meter:
     """Counts the steps of one process between warm-up and deadline."""
 
-    def __init__(self, *, warm_s: float, seconds: float) -> None:
+    def __init__(self, *, warm_s: float, seconds: float, num_steps: int | None = None) -> None:
+        """`num_steps` is measured in the place of `seconds`; the warm-up then has `MIN_WARM_STEPS`, whatever they take."""
         self._warm_until = time.perf_counter() + warm_s
-        self._seconds = seconds
+        self._seconds, self._num_wanted = seconds, num_steps
         self._num_seen = 0
         self._began: float | None = None
         self._last = 0.0
@@ -53,11 +55,13 @@ class Meter:
         if self._began is not None:
             self.num_steps += 1
             self.num_samples += num_samples
-        elif self._num_seen >= MIN_WARM_STEPS and self._last >= self._warm_until:
+        elif self._num_seen >= MIN_WARM_STEPS and (self._num_wanted or self._last >= self._warm_until):
             self._began = self._last
 
     def goes_on(self) -> bool:
         """Whether there is time for one more step."""
+        if self._num_wanted is not None:
+            return self.num_steps < self._num_wanted
         return self._began is None or self._last - self._began < self._seconds
 
     @property
