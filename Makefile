@@ -46,7 +46,7 @@ $(ENGINES_READY): $(READY) pyproject.toml constraints.txt .ci/engines
 	touch $(ENGINES_READY)
 
 test-engines: $(ENGINES_READY)
-	SHOAL_TEST_ENGINES=1 .engines/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/engines
+	SHOAL_TEST_ENGINES=1 .engines/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -o cache_dir=.pytest_cache/engines tests/engines
 
 # The documentation as a site, in out/site; broken links fail it. Its packages lie apart, like those of the engines.
 DOCS_READY := .docs/.ready
