@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.collectives.compression import Gradient, compressor, int8
 from shoal.collectives.gradients import GradientExchange
-from shoal.config.choices import COMPRESSORS
+from shoal.config.choices import COMPRESSORS, GradientSize
 from shoal.errors import ConfigError
 from shoal.parallel.protocol import PieceReader
 from shoal.parallel.state import load_residuals, residual_pieces
@@ -31,6 +31,16 @@ def test_no_compressor_is_left_out() -> None:
 def test_the_registry_knows_whether_a_compressor_keeps_state(name: str) -> None:
     [(_, each)] = run(name, 1, 1)
     assert COMPRESSORS.parse(name)[0].keeps_state == bool(each.state())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_workers_send_the_bytes_that_the_planner_counts(name: str) -> None:
+    choice, settings = COMPRESSORS.parse(name)
+    traffic = run(name, 2, 1)[0][1].traffic
+    # Of the layout: its two matrices, and its vector as a third of one column.
+    matrices = [(120, 12, 10), (40, 5, 8), (7, 7, 0)]
+    counted = choice.sum_bytes(GradientSize(traffic.raw_bytes, 2, matrices), settings)
+    assert traffic.sent_bytes == pytest.approx(counted, rel=0.05)
 
 
 def part(rank: int, step: int) -> Tensor:

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shoal.config import parallel_options
+from shoal.config.choices import COMPRESSORS, EXCHANGES, CompressorChoice, PushCodec
+from shoal.config.parallel_options import ParallelOptions
 from shoal.observe.planner.cost_model import (
     SUMS,
     ClusterShape,
@@ -15,17 +20,20 @@ from shoal.observe.planner.cost_model import (
     Workload,
     all_reduce_s,
     best_by_workers,
+    compressed,
     enumerate_candidates,
     fitted,
     learned,
     memory_of,
     predict,
     refusal,
+    served_bytes,
     sift,
     stage_imbalance,
     stops_paying,
     why,
 )
+from shoal.ps.codecs import Compression
 
 LINKS = {name: LinkSpeed(50e-6, 2e9) for name in SUMS}
 LAYERS = tuple(
@@ -138,6 +146,42 @@ def test_latency_and_bandwidth_are_found_again_in_the_times_they_make(
     link = fitted(name, times, workers)
     assert link.latency_s == pytest.approx(latency_s, rel=0.05, abs=1e-7)
     assert link.bytes_per_s == pytest.approx(bytes_per_s, rel=0.05)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_exchange_has_a_cost(name: str) -> None:
+    cluster = ClusterShape(per_host=4, cores=4, exchanges=LINKS)
+    assert 0 < all_reduce_s(name, 1e6, 4, cluster, hosts=2 if name == "hierarchical" else 1) < math.inf
+
+
+@pytest.mark.parametrize("choice", [choice for choice in COMPRESSORS.values() if choice.name != "none"])
+def test_every_compressor_sends_fewer_bytes(choice: CompressorChoice) -> None:
+    assert compressed(choice.form, 1e6, 2, LAYERS) < 1e6
+    assert (served_bytes(choice.form, 1e6, 1e6) < 4e6) == (choice.codec is not None)
+
+
+def test_topk_of_servers_pushes_a_part_of_dense_gradients_and_whole_rows() -> None:
+    assert served_bytes("topk:ratio=0.1", 1e6, 0.0) == pytest.approx(1.2e6)
+    assert served_bytes("topk:ratio=0.1", 0.0, 1e6) == pytest.approx(2e6)
+
+
+def test_a_new_compressor_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = CompressorChoice(
+        "half",
+        "half the bytes",
+        "shoal.collectives.compression.casts:bf16",
+        sum_bytes=lambda gradients, settings: gradients.num_bytes / 2,
+        codec=PushCodec(implementation="shoal.ps.codecs:bf16", share=lambda settings: 0.5),
+    )
+    monkeypatch.setitem(COMPRESSORS, "half", half)
+    assert compressed("half", 1e6, 2, LAYERS) == 5e5
+    assert served_bytes("half", 1e6, 0.0) == 1.5e6
+    for strategy in ("ddp", "ps", "ps:async"):
+        parallel_options.check(
+            ParallelOptions(compress="half"), strategy=strategy, num_workers=2, num_hosts=1
+        )
+    assert any(each.compress == "half" for each in enumerate_candidates(ClusterShape(), counts=[2]))
+    assert Compression("half").encoded(np.ones((2, 4), np.float32)).nbytes == 16
 
 
 def test_a_slow_link_asks_for_the_exchange_that_sends_least_over_it() -> None:

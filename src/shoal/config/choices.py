@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -106,45 +106,137 @@ class Registry(dict[str, C], Generic[C]):
 
 # ---- --exchange -------------------------------------------------------------------------------------
 
+
+class ExchangeCost(NamedTuple):
+    """Messages of an exchange, as functions of the number of workers n, and of w workers on each of h hosts."""
+
+    rounds: Callable[[int], float]
+    """Messages one after the other."""
+
+    sent: Callable[[int], float]
+    """By each worker, in sizes of the tensor."""
+
+    leaving: Callable[[int, int], float]
+    """From a host to others, in sizes of the tensor."""
+
+
+def ring_share(n: int) -> float:
+    return 2 * (n - 1) / n
+
+
+def _levels(n: int) -> float:
+    return 2 * math.ceil(math.log2(n))
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeChoice(Choice):
+    """A sum of gradients over all workers."""
+
+    cost: ExchangeCost | None = field(kw_only=True)
+    """Its messages, for `shoal plan`. None: a combination of others."""
+
+
 _SCHEMES = "shoal.collectives.schemes"
 
 EXCHANGES = Registry(
     "exchange",
-    Choice(
+    ExchangeChoice(
         "auto",
         "the fastest at each size by `shoal bench exchange`; unmeasured: shm, or hierarchical on several hosts",
+        cost=None,
     ),
-    Choice("native", "torch's own: gloo, NCCL", "shoal.collectives.reducer:Native"),
-    Choice("shm", "through memory that the workers of one host share", "shoal.collectives.shm:Shm"),
-    Choice(
+    ExchangeChoice(
+        "native",
+        "torch's own: gloo, NCCL",
+        "shoal.collectives.reducer:Native",
+        cost=ExchangeCost(lambda n: 2 * (n - 1), ring_share, lambda w, h: ring_share(w * h)),
+    ),
+    ExchangeChoice(
+        "shm",
+        "through memory that the workers of one host share",
+        "shoal.collectives.shm:Shm",
+        cost=ExchangeCost(_levels, ring_share, lambda w, h: math.inf),
+    ),
+    ExchangeChoice(
         "ring",
         "around a ring: what a worker sends does not grow with their number",
         f"{_SCHEMES}.ring:all_reduce",
+        cost=ExchangeCost(lambda n: 2 * (n - 1), ring_share, lambda w, h: ring_share(w * h)),
     ),
-    Choice(
+    ExchangeChoice(
         "hierarchical",
         "shm inside each host, a ring between the hosts",
         f"{_SCHEMES}.hierarchical:Hierarchical",
+        cost=None,
     ),
-    Choice("tree", "up a binary tree and down again: few steps", f"{_SCHEMES}.tree:all_reduce"),
-    Choice(
-        "halving", "recursive halving and doubling: few steps, few bytes", f"{_SCHEMES}.halving:all_reduce"
+    ExchangeChoice(
+        "tree",
+        "up a binary tree and down again: few steps",
+        f"{_SCHEMES}.tree:all_reduce",
+        cost=ExchangeCost(_levels, _levels, lambda w, h: _levels(h)),
     ),
-    Choice("broadcast", "everyone sends everything to everyone", f"{_SCHEMES}.broadcast:all_reduce"),
-    Choice("allgather", "everyone gathers all parts and adds them up", f"{_SCHEMES}.allgather:all_reduce"),
-    Choice(
-        "chain", "relayed from neighbour to neighbour and back, in chunks", f"{_SCHEMES}.chain:all_reduce"
+    ExchangeChoice(
+        "halving",
+        "recursive halving and doubling: few steps, few bytes",
+        f"{_SCHEMES}.halving:all_reduce",
+        cost=ExchangeCost(_levels, ring_share, lambda w, h: 2 * w * (1 - 1 / h)),
     ),
-    Choice(
+    ExchangeChoice(
+        "broadcast",
+        "everyone sends everything to everyone",
+        f"{_SCHEMES}.broadcast:all_reduce",
+        cost=ExchangeCost(lambda n: n - 1, lambda n: n - 1, lambda w, h: w * w * (h - 1)),
+    ),
+    ExchangeChoice(
+        "allgather",
+        "everyone gathers all parts and adds them up",
+        f"{_SCHEMES}.allgather:all_reduce",
+        cost=ExchangeCost(lambda n: n - 1, lambda n: n - 1, lambda w, h: w * h - 1),
+    ),
+    ExchangeChoice(
+        "chain",
+        "relayed from neighbour to neighbour and back, in chunks",
+        f"{_SCHEMES}.chain:all_reduce",
+        cost=ExchangeCost(lambda n: 2 * (n - 1), lambda n: 2.0, lambda w, h: 2.0),
+    ),
+    ExchangeChoice(
         "mapreduce",
         "each worker owns a part of the gradient: shuffle, reduce, all-gather",
         f"{_SCHEMES}.mapreduce:all_reduce",
+        cost=ExchangeCost(lambda n: 2 * (n - 1), ring_share, lambda w, h: 2 * w * w * (h - 1) / (w * h)),
     ),
 )
 """An implementation is a scheme `all_reduce(p2p, flat)`, or a class whose `open` builds a Reducer for a view."""
 
 
 # ---- --compress -------------------------------------------------------------------------------------
+
+
+class GradientSize(NamedTuple):
+    """The gradients of a model, as far as `shoal plan` knows them."""
+
+    num_bytes: float
+    num_workers: int
+    matrices: Sequence[tuple[int, int, int]] = ()
+    """Of each layer with weights: number of parameters, outputs, inputs. Empty where the layers are not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushCodec:
+    """A compressor's codec for pushes to servers. On the wire it has the compressor's name."""
+
+    implementation: str
+    """`module:name`, called without arguments, gives a Codec; with the compressor's settings, a PartialCodec where it keeps state."""
+
+    pull: str = ""
+    """Name of the compressor whose codec weights are pulled in. 8 bits are too few for them."""
+
+    share: Callable[[Mapping[str, float]], float]
+    """Bytes of a dense gradient in this codec, by its settings, in those of float32."""
+
+    def load(self) -> Any:
+        module, _, name = self.implementation.partition(":")
+        return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,28 +246,62 @@ class CompressorChoice(Choice):
     keeps_state: bool = False
     """Whether each rank keeps state between steps (error feedback): then checkpoints and snapshots hold it."""
 
-    push: str = ""
-    """With servers: codec of gradients, a name in `shoal.ps.codecs`. Empty: it is for all-reduce alone."""
+    sum_bytes: Callable[[GradientSize, Mapping[str, float]], float] = field(kw_only=True)
+    """Bytes that a sum of gradients moves, by its settings, in those of an all-reduce without compression."""
 
-    pull: str = ""
-    """With servers: codec of weights. 8 bits are too few for them."""
+    codec: PushCodec | None = field(kw_only=True, default=None)
+    """With servers. None: the compressor is for all-reduce alone."""
+
+    @property
+    def push(self) -> str:
+        """Codec of every push, "" for none. One that keeps a part for the next push is for dense gradients of relaxed strategies."""
+        return self.name if self.codec is not None and not self.keeps_state else ""
+
+    @property
+    def pushes_parts(self) -> bool:
+        return self.codec is not None and self.keeps_state
+
+
+def _topk_bytes(gradients: GradientSize, settings: Mapping[str, float]) -> float:
+    # Each worker's values and their places (int32) go to all others, and an all-reduce sends everything twice.
+    return gradients.num_bytes * settings["ratio"] * 2 * gradients.num_workers / 2
+
+
+def _powersgd_bytes(gradients: GradientSize, settings: Mapping[str, float]) -> float:
+    if not gradients.matrices:
+        return gradients.num_bytes / 4
+    thin = (min(size, settings["rank"] * (rows + columns)) for size, rows, columns in gradients.matrices)
+    return min(gradients.num_bytes, 4 * sum(thin))
 
 
 _COMPRESSION = "shoal.collectives.compression"
+_CODECS = "shoal.ps.codecs"
 
 COMPRESSORS = Registry(
     "compression",
-    CompressorChoice("none", "gradients travel as they are"),
-    CompressorChoice("bf16", "half the bytes", f"{_COMPRESSION}.casts:bf16", push="bf16", pull="bf16"),
+    CompressorChoice(
+        "none", "gradients travel as they are", sum_bytes=lambda gradients, settings: gradients.num_bytes
+    ),
+    CompressorChoice(
+        "bf16",
+        "half the bytes",
+        f"{_COMPRESSION}.casts:bf16",
+        sum_bytes=lambda gradients, settings: gradients.num_bytes / 2,
+        codec=PushCodec(implementation=f"{_CODECS}:bf16", pull="bf16", share=lambda settings: 0.5),
+    ),
     CompressorChoice(
         "fp16",
         "half the bytes, more digits, less range",
         f"{_COMPRESSION}.casts:fp16",
-        push="fp16",
-        pull="bf16",
+        sum_bytes=lambda gradients, settings: gradients.num_bytes / 2,
+        codec=PushCodec(implementation=f"{_CODECS}:fp16", pull="bf16", share=lambda settings: 0.5),
     ),
     CompressorChoice(
-        "int8", "a quarter of the bytes", f"{_COMPRESSION}.int8:Int8Compressor", push="int8", pull="bf16"
+        "int8",
+        "a quarter of the bytes",
+        f"{_COMPRESSION}.int8:Int8Compressor",
+        sum_bytes=lambda gradients, settings: gradients.num_bytes / 4,
+        codec=PushCodec(implementation=f"{_CODECS}:Int8", pull="bf16", share=lambda settings: 0.25),
     ),
     CompressorChoice(
         "topk:ratio=0.01",
@@ -183,6 +309,9 @@ COMPRESSORS = Registry(
         f"{_COMPRESSION}.topk:TopKCompressor",
         {"ratio": Setting(0.01, 1e-6, 1.0)},
         keeps_state=True,
+        sum_bytes=_topk_bytes,
+        # A value and its place.
+        codec=PushCodec(implementation=f"{_CODECS}:TopK", share=lambda settings: 2 * settings["ratio"]),
     ),
     CompressorChoice(
         "powersgd:rank=4",
@@ -190,6 +319,7 @@ COMPRESSORS = Registry(
         f"{_COMPRESSION}.powersgd:PowerSgd",
         {"rank": Setting(4, 1, 256, is_whole=True)},
         keeps_state=True,
+        sum_bytes=_powersgd_bytes,
     ),
 )
 """An implementation is called with its settings and gives a Compressor."""

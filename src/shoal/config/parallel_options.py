@@ -292,8 +292,8 @@ def _check_sums(options: ParallelOptions, strategy: str) -> None:
 
 
 def _check_codec(options: ParallelOptions, strategy: str) -> None:
-    name = COMPRESSORS.parse(options.compress)[0].name
-    if name == "topk" and strategies.parse(strategy).mode in ("ssp", "async"):
+    compressor = COMPRESSORS.parse(options.compress)[0]
+    if compressor.pushes_parts and strategies.parse(strategy).mode in ("ssp", "async"):
         if options.fan_in is not None:
             raise ConfigError(
                 f"--compress {options.compress} keeps a part of each worker's gradient for its next push, and --fan-in {options.fan_in} makes "
@@ -301,11 +301,11 @@ def _check_codec(options: ParallelOptions, strategy: str) -> None:
             )
         return
     known = ", ".join(choice.name for choice in COMPRESSORS.values() if choice.push)
-    if not COMPRESSORS[name].push:
+    if not compressor.push:
         raise ConfigError(
             f"--compress {options.compress} keeps a part of the gradient on each worker for later steps, and a worker of "
             f"'{strategy}' can be replaced at any step. Nothing was started; use {known}"
-            + (", ps:async or ps:ssp=K" if name == "topk" else "")
+            + (", ps:async or ps:ssp=K" if compressor.pushes_parts else "")
             + ", or --strategy ddp."
         )
 

@@ -7,7 +7,8 @@ top-k, whose residual a worker keeps in `Compression` for its next push. The ari
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import functools
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -23,18 +24,30 @@ Array = NDArray[Any]
 class Codec(Protocol):
     """Rows of numbers to bytes and back: [num_rows, width], contiguous, float32 or float64."""
 
+    has_fixed_size: ClassVar[bool]
+    """Whether `num_bytes` are the bytes, and not the most of them."""
+
     def num_bytes(self, num_rows: int, width: int) -> int:
         """Bytes of so many rows; the most of them, where that depends on the numbers."""
 
     def encode(self, values: Array) -> Array:
-        """Those bytes: uint8."""
+        """The rows as uint8, `num_bytes` long or shorter."""
 
     def decode(self, data: Any, out: Array) -> None:
         """Numbers of `data`, which has as many bytes as `out` needs."""
 
 
+class PartialCodec(Codec, Protocol):
+    """The codec of a compressor that keeps a part of each push for the next one."""
+
+    def select(self, values: Array) -> Array:
+        """What is pushed now of a flat gradient; zero elsewhere."""
+
+
 class Cast:
     """Numbers of 16 bits."""
+
+    has_fixed_size = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -52,8 +65,14 @@ class Cast:
             torch.from_numpy(out).copy_(small.view(out.shape))
 
 
+bf16 = functools.partial(Cast, torch.bfloat16)
+fp16 = functools.partial(Cast, torch.float16)
+
+
 class Int8:
     """Whole numbers of 8 bits and a scale for each row, or for each block of a longer one."""
+
+    has_fixed_size = True
 
     def num_bytes(self, num_rows: int, width: int) -> int:
         size = num_rows * width
@@ -72,7 +91,19 @@ class Int8:
 
 
 class TopK:
-    """Some elements as (place, value), the others are zero: what to send is chosen by `Compression.largest`."""
+    """The largest elements as (place, value); the others are zero."""
+
+    has_fixed_size = False
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        self._ratio = ratio
+
+    def select(self, values: Array) -> Array:
+        count = max(1, round(self._ratio * values.size))
+        places = torch.from_numpy(values).abs().topk(count, sorted=False).indices.numpy()
+        sent = np.zeros_like(values)
+        sent[places] = values[places]
+        return sent
 
     def num_bytes(self, num_rows: int, width: int) -> int:
         return num_rows * width * 12
@@ -97,19 +128,20 @@ def _block(width: int) -> int:
     return min(width, int8.BLOCK)
 
 
-CODECS: dict[str, Codec] = {
-    "bf16": Cast(torch.bfloat16),
-    "fp16": Cast(torch.float16),
-    "int8": Int8(),
-    "topk": TopK(),
-}
+CODECS = tuple(name for name, choice in COMPRESSORS.items() if choice.codec is not None)
+"""Names on the wire."""
 
 
+@functools.cache
 def codec(name: str) -> Codec | None:
     """None for ""; ConfigError where there is no such codec."""
-    if name and name not in CODECS:
+    if not name:
+        return None
+    choice = COMPRESSORS.get(name)
+    if choice is None or choice.codec is None:
         raise ConfigError(f"there is no codec '{name}'; there are {', '.join(CODECS)}")
-    return CODECS.get(name)
+    made: Codec = choice.codec.load()()
+    return made
 
 
 class Compression:
@@ -117,33 +149,38 @@ class Compression:
 
     def __init__(self, compress: str = "none") -> None:
         choice, settings = COMPRESSORS.parse(compress)
-        self.push, self.pull = choice.push, choice.pull
+        self.push, self.pull = choice.push, choice.codec.pull if choice.codec is not None else ""
         self.traffic = Traffic()
-        # With top-k: share of a chunk's elements that is pushed. Rows are few already and travel as they are.
-        self.ratio = settings.get("ratio") if choice.name == "topk" else None
+        # Of dense chunks alone: rows are few already and travel as they are.
+        self._name = choice.name
+        self._partial: PartialCodec | None = (
+            choice.codec.load()(**settings) if choice.codec is not None and choice.pushes_parts else None
+        )
         self._residuals: dict[int, Array] = {}  # by chunk: what was not pushed yet
         self._before: dict[int, Array | float] = {}  # the same before the last push
 
     @property
     def is_on(self) -> bool:
-        return bool(self.push) or self.ratio is not None
+        return bool(self.push) or self._partial is not None
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether a part of each push is kept for the next one."""
+        return self._partial is not None
 
     def dense_codec(self) -> str:
-        return "topk" if self.ratio is not None else self.push
+        return self._name if self._partial is not None else self.push
 
     def encoded_chunk(self, chunk: int, values: Array) -> Array:
         """A chunk's gradient as it is pushed: [1, width]."""
-        if self.ratio is None:
+        if self._partial is None:
             return self.encoded(values)
         self._before[chunk] = self._residuals.get(chunk, 0.0)
         whole = values.reshape(-1) + self._before[chunk]
-        count = max(1, round(self.ratio * whole.size))
-        places = torch.from_numpy(whole).abs().topk(count, sorted=False).indices.numpy()
-        sent = np.zeros_like(whole)
-        sent[places] = whole[places]
-        whole[places] = 0.0
+        sent = self._partial.select(whole)
+        whole[sent != 0] = 0.0
         self._residuals[chunk] = whole
-        encoded = CODECS["topk"].encode(sent)
+        encoded = self._partial.encode(sent)
         self.count(values.nbytes, encoded.nbytes)
         return encoded
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shoal.config import exchange_rule, parallel_options
 from shoal.config import strategy as strategies
-from shoal.config.choices import COMPRESSORS, EXCHANGES, SCHEDULES
+from shoal.config.choices import COMPRESSORS, EXCHANGES, SCHEDULES, ExchangeCost, GradientSize, ring_share
 from shoal.config.parallel_options import DEFAULT_SCHEDULE, ParallelOptions
 from shoal.config.strategy import Axes
 from shoal.errors import ConfigError
@@ -372,42 +372,13 @@ class Dropped(NamedTuple):
 # ---- sums of gradients ----------------------------------------------------------------------------
 
 
-class ExchangeCost(NamedTuple):
-    """Messages of an exchange, as functions of the number of workers n, and of w workers on each of h hosts."""
-
-    rounds: Callable[[int], float]
-    """Messages one after the other."""
-
-    sent: Callable[[int], float]
-    """By each worker, in sizes of the tensor."""
-
-    leaving: Callable[[int, int], float]
-    """From a host to others, in sizes of the tensor."""
-
-
-def _ring_share(n: int) -> float:
-    return 2 * (n - 1) / n
-
-
-def _levels(n: int) -> float:
-    return 2 * math.ceil(math.log2(n))
-
-
 SHARDS = "fsdp"
 SUMS: dict[str, ExchangeCost] = {
-    "native": ExchangeCost(lambda n: 2 * (n - 1), _ring_share, lambda w, h: _ring_share(w * h)),
+    **{name: choice.cost for name, choice in EXCHANGES.items() if choice.cost is not None},
     # A unit of fsdp gathers its parameters for forward and for backward, and sums and scatters its gradients.
     SHARDS: ExchangeCost(
-        lambda n: 3 * (n - 1), lambda n: 1.5 * _ring_share(n), lambda w, h: 1.5 * _ring_share(w * h)
+        lambda n: 3 * (n - 1), lambda n: 1.5 * ring_share(n), lambda w, h: 1.5 * ring_share(w * h)
     ),
-    "ring": ExchangeCost(lambda n: 2 * (n - 1), _ring_share, lambda w, h: _ring_share(w * h)),
-    "shm": ExchangeCost(_levels, _ring_share, lambda w, h: math.inf),
-    "tree": ExchangeCost(_levels, _levels, lambda w, h: _levels(h)),
-    "halving": ExchangeCost(_levels, _ring_share, lambda w, h: 2 * w * (1 - 1 / h)),
-    "broadcast": ExchangeCost(lambda n: n - 1, lambda n: n - 1, lambda w, h: w * w * (h - 1)),
-    "allgather": ExchangeCost(lambda n: n - 1, lambda n: n - 1, lambda w, h: w * h - 1),
-    "chain": ExchangeCost(lambda n: 2 * (n - 1), lambda n: 2.0, lambda w, h: 2.0),
-    "mapreduce": ExchangeCost(lambda n: 2 * (n - 1), _ring_share, lambda w, h: 2 * w * w * (h - 1) / (w * h)),
 }
 """Without hierarchical, which is shm within a host and a ring between them."""
 
@@ -454,7 +425,7 @@ def all_reduce_s(
     if name == "hierarchical":
         inside = all_reduce_s("shm", num_bytes, each, cluster, hosts=1)
         around = 2 * (hosts - 1) * cluster.between.latency_s
-        return inside + around + _ring_share(hosts) * num_bytes / cluster.between.bytes_per_s
+        return inside + around + ring_share(hosts) * num_bytes / cluster.between.bytes_per_s
     cost, link = SUMS[name], cluster.exchanges.get(name, UNMEASURED)
     moved = cost.sent(num_workers) * num_bytes / link.bytes_per_s
     if hosts == 1:
@@ -482,22 +453,20 @@ def auto_exchange(num_workers: int, hosts: int) -> str:
 def compressed(compress: str, num_bytes: float, num_workers: int, layers: Sequence[ModelLayer]) -> float:
     """Bytes that a sum of gradients moves, in those of an all-reduce without compression."""
     choice, settings = COMPRESSORS.parse(compress)
-    match choice.name:
-        case "bf16" | "fp16":
-            return num_bytes / 2
-        case "int8":
-            return num_bytes / 4
-        case "topk":
-            # Each worker's values and indices go to all others, and an all-reduce sends everything twice.
-            return num_bytes * float(settings["ratio"]) * 3 * num_workers / 2
-        case "powersgd":
-            thin = sum(
-                min(layer.parameters, settings["rank"] * (layer.features + layer.inputs)) * 4
-                for layer in layers
-                if layer.features
-            )
-            return min(num_bytes, thin) if layers else num_bytes / 4
-    return num_bytes
+    matrices = [(layer.parameters, layer.features, layer.inputs) for layer in layers if layer.features]
+    return choice.sum_bytes(GradientSize(num_bytes, num_workers, matrices), settings)
+
+
+def served_bytes(compress: str, dense_bytes: float, row_bytes: float) -> float:
+    """Bytes that a worker pushes of such gradients, and pulls of the weights."""
+    choice, settings = COMPRESSORS.parse(compress)
+    codec = choice.codec
+    if codec is None:
+        return 2 * (dense_bytes + row_bytes)
+    pull_codec = COMPRESSORS[codec.pull].codec if codec.pull else None
+    pulled = pull_codec.share({}) if pull_codec is not None else 1.0
+    pushed = codec.share(settings)
+    return dense_bytes * (pushed + pulled) + row_bytes * ((1.0 if choice.pushes_parts else pushed) + pulled)
 
 
 # ---- one candidate --------------------------------------------------------------------------------
@@ -672,9 +641,8 @@ def _add_server_terms(
     terms: dict[str, float], c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int, slow: float
 ) -> None:
     """A worker pushes its gradients and pulls what was made of them; servers apply them in between."""
-    factor = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.375}.get(c.compress.partition(":")[0], 1.0)
     rows = w.row_bytes / c.workers
-    moved = 2 * (w.gradient_bytes + rows) * factor
+    moved = served_bytes(c.compress, w.gradient_bytes, rows)
     copies_s = moved / cluster.copy_bytes_per_s
     link_s = 0.0
     if hosts > 1:

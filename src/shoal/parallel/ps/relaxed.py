@@ -201,7 +201,7 @@ class PsRelaxed(Ps):
     @property
     def _pushes_at_once(self) -> bool:
         """True where gradients are sent while backward runs: nothing is accumulated here or merged with others'."""
-        has_residual = self._session.group.compression.ratio is not None
+        has_residual = self._session.group.compression.has_residual
         return self.push_every == 1 and self._launched.fan_in is None and not has_residual
 
     def _lay_out(self, batch: Slice | None, layout: dict[str, Any] | None = None) -> None:
