@@ -7,7 +7,7 @@ which waits for the sums, decides and updates. A lost peer is a retry inside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,7 +39,16 @@ from shoal.parallel.state import (
     residual_pieces,
     state_pieces,
 )
-from shoal.parallel.step import StepExchange, clip, decide, drop_gradients, gradients_of, scale, with_named
+from shoal.parallel.step import (
+    StepExchange,
+    clip,
+    decide,
+    drop_gradients,
+    gradient_norm,
+    gradients_of,
+    scale,
+    with_named,
+)
 from shoal.parallel.tensor_parallel.dtensor_update import on_local_tensors
 from shoal.recovery.elastic_group import elastic_group
 from shoal.recovery.rendezvous import is_broken
@@ -53,8 +62,7 @@ class Ddp:
 
     def __init__(self, job: Job) -> None:
         self._rank, self._num_workers, self._data_rank = job.rank, job.num_workers, job.data_rank
-        # Local SGD promises no batch over all workers.
-        self._cut_by = job.strategy if job.num_data_ranks > 1 and job.sync_every is None else None
+        self._cut_by = job.strategy if job.num_data_ranks > 1 else None
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
         self.replay_log: ReplayLog | None = elastic_group()
@@ -95,15 +103,9 @@ class Ddp:
             self._group.run(self._broadcast)
             self._prepared_at = self._group.num_finished
 
-    def _build(self, job: TrainJob, *, borrowed_run_back: bool = False) -> None:
-        """Build the Compute that runs the model in its present form."""
-        self._compute = Compute(
-            job,
-            check_loss=True,
-            check_mixing=self._cut_by,
-            borrowed_run_back=borrowed_run_back,
-            ranks=self._ranks,
-        )
+    def _build(self, job: TrainJob) -> None:
+        """Build what runs, sums and updates the model in its present form."""
+        self._compute = self._make_compute(job)
         self._parameters = list(job.model.parameters())
         if job.is_own_loop:
             self._watch_own_loop(job.model)
@@ -125,6 +127,9 @@ class Ddp:
                 "nothing sums their gradients over the workers, and each would train rows of its own. Nothing was "
                 "trained; run the script with --strategy ps, which keeps the rows on servers, or in one process."
             )
+
+    def _make_compute(self, job: TrainJob) -> Compute:
+        return Compute(job, check_loss=True, check_mixing=self._cut_by, ranks=self._ranks)
 
     def _make_gradients(self, model: nn.Module) -> GradientExchange | None:
         """Exchange of this model's gradients; None if it is only known after the first batch."""
@@ -209,7 +214,7 @@ class Ddp:
         gradients = gradients_of(self._parameters)
         # Gradients summed before the commit are divided by the count known then.
         divisor = int(result.count) if self._is_summed else self._num_global
-        result, factor = clip(self._job, result, gradients, divisor, norm=self._norm_over_ranks())
+        result, factor = clip(self._job, result, divisor, lambda: self._norm(gradients))
         if result.applied:
             with recorder.APPLY:
                 scale(gradients, factor)
@@ -225,9 +230,9 @@ class Ddp:
         self.step += 1
         return result
 
-    def _norm_over_ranks(self) -> Callable[[], float] | None:
-        """The gradient's norm where ranks hold different parameters; None here: every rank has the whole gradient."""
-        return None
+    def _norm(self, gradients: list[torch.Tensor]) -> float:
+        """Norm of the whole gradient, which every rank has here."""
+        return gradient_norm(gradients)
 
     def _undo_forward(self) -> None:
         """Restore the state before the step's forward, which is run again."""
@@ -355,13 +360,9 @@ class Ddp:
 
     def import_state(self, part: Part) -> None:
         self.step, self._prepared_at = part.plain["step"], part.plain["prepared_at"]
-        self._load_given(PieceReader(part.tensors, part.plain["optimizer"]))
+        self.load(PieceReader(part.tensors, part.plain["optimizer"]))
         self._exchange.forget_buffers()
         drop_gradients(self._parameters)
-
-    def _load_given(self, pieces: PieceReader) -> None:
-        """Load a donor's state, as from a checkpoint."""
-        self.load(pieces)
 
     def _broadcast(self, reducer: Reducer) -> None:
         with torch.no_grad():

@@ -243,6 +243,7 @@ class LocalSgd(Ddp):
         super().__init__(job)
         assert job.sync_every is not None
         self.holds_parts = True
+        self._cut_by = None  # no batch over all workers is promised
         self._sync_every = job.sync_every
         self._outer_choice = OUTERS.parse(job.outer)
         self._round = SyncRound()
@@ -262,8 +263,8 @@ class LocalSgd(Ddp):
     def has_diverged(self) -> bool:
         return self._round.num_steps > 0
 
-    def _build(self, job: TrainJob, *, borrowed_run_back: bool = False) -> None:
-        super()._build(job, borrowed_run_back=borrowed_run_back)
+    def _build(self, job: TrainJob) -> None:
+        super()._build(job)
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if self._trained and self._outer is None:
             choice, settings = self._outer_choice
@@ -311,7 +312,7 @@ class LocalSgd(Ddp):
             control=ControlFlags(),  # flags are exchanged at the sync
         )
         gradients = gradients_of(self._parameters)
-        alone, factor = clip(self._job, decide(vector), gradients, self._divisor)
+        alone, factor = clip(self._job, decide(vector), self._divisor, lambda: self._norm(gradients))
         if alone.applied:
             with recorder.APPLY:
                 scale(gradients, factor)

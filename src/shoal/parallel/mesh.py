@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +33,7 @@ from shoal.errors import ClusterError, ConfigError, PeerLost, TrainingError
 from shoal.parallel import fsdp as fsdp_cut
 from shoal.parallel import own_gradients, parameter_loss
 from shoal.parallel.compute import (
+    Compute,
     ModelCall,
     check_loss_in_forward,
     place,
@@ -165,7 +166,7 @@ class MeshParallel(Ddp):
             memory.return_large_blocks()
             if job.given_optimizer is not None:
                 rebind_optimizer(job.given_optimizer, names, job.model, str(self._axes))
-        self._build(job, borrowed_run_back=True)
+        self._build(job)
         self._group.hold(job.number, self)
 
     def forward_backward(self, batch: Slice) -> LossSum:
@@ -286,9 +287,16 @@ class MeshParallel(Ddp):
         return pipeline.forward(part, rank=self._data_rank)
 
     def norm_over_stages(self) -> float | None:
-        """Norm of the whole gradient, in a user's own loop; None where every rank can compute it from its parameters."""
-        norm = self._norm_over_ranks()
-        return norm() if norm is not None else None
+        """Norm of the whole gradient; None where every rank can compute it from its parameters. Collective."""
+        ownership = self._ownership
+        if self._pipeline is None or ownership is None:
+            return None
+        parameters = dict(self._job.model.named_parameters())
+        return pipeline_state.norm_over_stages(parameters, ownership, self._stages_group, self._job.device)
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        over_stages = self.norm_over_stages()
+        return super()._norm(gradients) if over_stages is None else over_stages
 
     def about_to_run(self) -> None:
         if self._group.view != self._view_of_mesh:
@@ -328,6 +336,12 @@ class MeshParallel(Ddp):
         self._num_global = batch.num_global
         self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None), batch.share)
 
+    def _make_compute(self, job: TrainJob) -> Compute:
+        # Backward is collective: a borrowed sample runs it too.
+        return Compute(
+            job, check_loss=True, check_mixing=self._cut_by, borrowed_run_back=True, ranks=self._ranks
+        )
+
     def _make_gradients(self, model: nn.Module) -> None:
         return None  # backward itself sums
 
@@ -340,15 +354,6 @@ class MeshParallel(Ddp):
             data_rank=self._data_rank,
             counts_loss=self._speaks,
             counts_buffers=self._axes.coordinates(self._rank).tp == 0,
-        )
-
-    def _norm_over_ranks(self) -> Callable[[], float] | None:
-        ownership = self._ownership
-        if self._pipeline is None or ownership is None:
-            return None
-        parameters = dict(self._job.model.named_parameters())
-        return lambda: pipeline_state.norm_over_stages(
-            parameters, ownership, self._stages_group, self._job.device
         )
 
     def _cut(self, model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from shoal.parallel.step import (
     contribution,
     decide,
     drop_gradients,
+    gradient_norm,
     gradients_of,
     scale,
     with_named,
@@ -97,7 +98,7 @@ class Single:
         assert rows is not None
         squares = rows.sum_of_squares() if job.measures_norm else 0.0
         decided = with_named(decide(vector), contributed.named, besides_of(contributed.named))
-        result, factor = clip(job, decided, gradients, self._num_global, squares_of_rows=squares)
+        result, factor = clip(job, decided, self._num_global, lambda: gradient_norm(gradients, squares))
         if result.applied:
             with recorder.APPLY:
                 scale(gradients, factor)

@@ -249,22 +249,19 @@ class StepExchange:
 def clip(
     job: TrainJob,
     result: StepResult,
-    gradients: Sequence[Tensor],
     num_global: int,
-    *,
-    squares_of_rows: float = 0.0,
-    norm: Callable[[], float] | None = None,
+    norm: Callable[[], float],
 ) -> tuple[StepResult, float]:
     """Decide whether the step is applied; returns the factor that corrects and clips its gradients.
 
-    `norm` where other ranks hold gradients of other parameters: the norm over all of them.
+    `norm` measures the whole gradient, where the job asks for it.
     """
     if not result.applied:
         return result, 0.0
     # Backward divided by samples. The loss's real count was exchanged with it; mostly it is the same.
     factor = correction(job, num_global, result.count)
     if job.measures_norm:
-        measured = factor * (norm() if norm is not None else gradient_norm(gradients, squares_of_rows))
+        measured = factor * norm()
         result = dataclasses.replace(result, grad_norm=measured, applied=math.isfinite(measured))
         factor *= clip_factor(job, measured)
     return result, factor

@@ -27,7 +27,7 @@ from shoal.parallel.ps.relaxed import report_staleness
 from shoal.parallel.ps.rows import RowModule
 from shoal.parallel.ps.served_model import ServedModel
 from shoal.parallel.ps.session import ps_session
-from shoal.parallel.step import StepExchange
+from shoal.parallel.step import StepExchange, drop_gradients
 from shoal.ps.client.bulk_transfer import RowStamps
 from shoal.ps.client.step import PushStep
 from shoal.recovery.state_transfer import Part
@@ -166,16 +166,17 @@ class PsHybrid(Ddp):
 
     def import_state(self, part: Part) -> None:
         self._laid_out_at = part.plain["laid_out_at"]
-        super().import_state(part)
+        self.step, self._prepared_at = part.plain["step"], part.plain["prepared_at"]
+        pieces = PieceReader(part.tensors, part.plain["optimizer"])
+        super().load(pieces)  # the dense part: the donor's own rows are old, those on the servers count
+        self._exchange.forget_buffers()
+        drop_gradients(self._parameters)
         if self._rows is not None:
             return
-        self._saved = PieceReader(part.tensors, part.plain["optimizer"])
+        self._saved = pieces
         # It may never see a batch: the others may have finished training, and evaluate.
         if self._laid_out_at is not None and self._laid_out_at <= self._group.anchored_at:
             self._lay_out(None, part.plain["layout"])
-
-    def _load_given(self, pieces: PieceReader) -> None:
-        super().load(pieces)  # the donor's own rows are old: those on the servers count
 
     def _lay_out(self, batch: Slice | None, layout: dict[str, Any] | None = None) -> None:
         """Put the rows on the servers, once a batch has shown which those are; or find them where the donor knows them."""
