@@ -364,7 +364,7 @@ class Estimator:
             is_passed = trained is None or trained.progress.passed_results is not None
             if trained is not None and not is_passed and (path, step) not in self._held.values():
                 trained.save(path)
-            trainer.at_hand = batches
+            trainer.show(batches)
             trainer.load(path)
             self._held[mode] = path, step
         return trainer, spec
@@ -379,10 +379,7 @@ class Estimator:
                 "model_fn returned loss='model' for one of the modes 'train' and 'eval', and another loss for the other: one forward "
                 "cannot serve both. Nothing was trained; compute the loss at the same place in both."
             )
-        trainer.evaluation_loss, trainer.evaluation_metrics = (
-            measured.config.loss,
-            measured.evaluation_metrics,
-        )
+        trainer.measure_as(measured)
 
     def _trained(self) -> Trainer | None:
         """The Trainer that has trained here, unless another Estimator has since continued from its checkpoint."""

@@ -38,7 +38,6 @@ from shoal.runtime.failpoints import failpoint
 from shoal.train.callbacks.base import StepLogs
 from shoal.train.calls import asked_to_leave
 from shoal.train.checkpoint.saving import Snapshots
-from shoal.train.evaluation import evaluate
 from shoal.train.load_balance import LoadBalance
 from shoal.train.profiling import PROFILER
 from shoal.train.progress import BEFORE_A_STEP, FitStart, History, LoopPlace, note_anchor
@@ -150,9 +149,7 @@ class FitLoop:
         finally:
             trainer.checkpoints.abandon()
             PROFILER.finish()
-            if trainer.graph is not None:
-                trainer.graph.close()
-                trainer.graph = None
+            trainer.close_graph()
             self._traffic.report()
             held.close()
             for log in (self._log, self._epoch_log):
@@ -335,9 +332,7 @@ class FitLoop:
             trainer.advance_scheduler("step", {"loss": result.loss})
         recorder.RECORDER.done(position.step, part.num_local if self._counts_samples else 0)
         PROFILER.after_step()
-        if trainer.graph is not None:
-            trainer.graph.write(strategy, num_local=part.num_local, num_workers=trainer.job.num_workers)
-            trainer.graph = None
+        trainer.write_graph(num_local=part.num_local)
         self._write_down(part, result)
         if trainer.verification is not None:
             trainer.verification.count(strategy, result.loss)
@@ -533,16 +528,8 @@ class FitLoop:
     def _measure_validation(self) -> dict[str, float]:
         if self._validation is None:
             return {}
-        measured = evaluate(
-            self._strategy,
-            self._trainer.train_job,
-            self._validation,
-            self._trainer.evaluation_metrics,
-            rank=self._trainer.data_rank,
-            num_workers=self._trainer.num_workers,
-            tick=lambda part: None,
-            num_batches=self._trainer.config.fast_dev_run or self._validation_steps or 0,
-            loss=self._trainer.evaluation_loss,
+        measured = self._trainer.measure(
+            self._validation, num_batches=self._validation_steps, tick=lambda part: None
         )
         logs = {f"val_{name}": value for name, value in measured.items()}
         self._callbacks.call("on_validation_end", self._trainer, logs)

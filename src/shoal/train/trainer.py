@@ -25,6 +25,7 @@ from shoal.config import job as jobs
 from shoal.config import strategy as strategies
 from shoal.config.parallel_options import refuse_plateau_of_steps
 from shoal.data.batches import Batches
+from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.errors import ConfigError, Interrupted
 from shoal.parallel import create
@@ -346,8 +347,8 @@ class Trainer:
         self.progress, self.control = TrainingProgress(), ControlFlags()
         kind, ignored = self.config.loss.outputs_are, getattr(loss, "ignore_index", None)
         self.train_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
-        self.evaluation_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
-        self.evaluation_loss: LossRule | None = None
+        self._evaluation_metrics = metric_set(metrics, loss_kind=kind, ignore_index=ignored)
+        self._evaluation_loss: LossRule | None = None
         self.callbacks = self._callback_list(callbacks)
         self._average_decay = average_decay(self.callbacks)
         self.verification = Verification(self.job.verify, rank=self.rank) if self.job.verify else None
@@ -362,15 +363,13 @@ class Trainer:
         self.number = next_number()
         self._strategy: Strategy | None = None
         self._is_prepared = False
-        self.graph: GraphReport | None = None
-        """Drawing of the model, until its first step is done."""
-
+        self._graph: GraphReport | None = None  # until the first step is done
         self._fit: FitLoop | None = None
         self._layers: list[LayerLine] = []
         self._logged: dict[str, float] = {}
-        self.at_hand: Batches | None = None
-        """Data of the next call: pp traces the model on its first samples, to partition it."""
-
+        self._at_hand: Batches | None = (
+            None  # data of the next call: pp traces the model on its first samples
+        )
         self._fit_data: Batches | None = None  # data of the last fit
 
     # ---- public calls ----------------------------------------------------------------------------
@@ -438,7 +437,7 @@ class Trainer:
                 may_be_endless=validation_steps is not None,
             )
             validation = validation.for_device(config.device)
-        self.at_hand = batches
+        self._at_hand = batches
         limits = f"epochs={epochs}, max_steps={max_steps}"
         against = f", validation: {described(validation)}" if validation is not None else ""
         directories = reachable.directories_to_check(
@@ -513,16 +512,10 @@ class Trainer:
         if (passed := self.progress.passed_result(made)) is not None:
             return call.end(passed, kept=dict(passed))
         with drawn_here(self.job, wanted=self.config.shows_progress):
-            measured = evaluate(
-                self.strategy,
-                self.train_job,
+            measured = self.measure(
                 batches,
-                self.evaluation_metrics,
-                rank=self.data_rank,
-                num_workers=self.num_workers,
+                num_batches=steps,
                 tick=pass_reporter("evaluate", batches.num_steps(self.num_workers), self.progress),
-                num_batches=self.config.fast_dev_run or steps or 0,
-                loss=self.evaluation_loss,
             )
         self.progress.keep_result(made, dict(measured))
         return call.end(measured, kept=dict(measured))
@@ -703,6 +696,42 @@ class Trainer:
     def data_description(self) -> dict[str, Any]:
         return self.progress.data_description
 
+    def measure(
+        self, batches: Batches, *, num_batches: int | None, tick: Callable[[Slice], None]
+    ) -> dict[str, float]:
+        """Loss and metrics over this data; `num_batches`: None for all of it."""
+        return evaluate(
+            self.strategy,
+            self.train_job,
+            batches,
+            self._evaluation_metrics,
+            rank=self.data_rank,
+            num_workers=self.num_workers,
+            tick=tick,
+            num_batches=self.config.fast_dev_run or num_batches or 0,
+            loss=self._evaluation_loss,
+        )
+
+    def measure_as(self, other: Trainer) -> None:
+        """Measure with the loss and the metrics of another Trainer from now on."""
+        self._evaluation_loss, self._evaluation_metrics = other.config.loss, other._evaluation_metrics
+
+    def show(self, batches: Batches) -> None:
+        """Data to prepare the model with, where no call has given any."""
+        self._at_hand = batches
+
+    def write_graph(self, *, num_local: int) -> None:
+        """Write the drawing of the model after its first step. `num_local`: samples of this worker in it."""
+        if self._graph is not None:
+            self._graph.write(self.strategy, num_local=num_local, num_workers=self.job.num_workers)
+            self._graph = None
+
+    def close_graph(self) -> None:
+        """End a recording whose step was never done."""
+        if self._graph is not None:
+            self._graph.close()
+            self._graph = None
+
     def advance_scheduler(self, moment: str, logs: dict[str, float]) -> None:
         """Step the scheduler, if this is its moment; one that watches a plateau watches val_loss, else the loss."""
         if self.scheduler is None or moment != self.config.scheduler_every:
@@ -784,10 +813,10 @@ class Trainer:
         runs = DryRuns(model, verification.plan.dry_runs)
 
         def run(strategy: Strategy) -> list[dict[str, Any]]:
-            assert self.at_hand is not None
+            assert self._at_hand is not None
             # In the script's own precision, unlike the step of a verification.
             job = replace(self.train_job, autocast=self.config.step["autocast"])
-            return runs.run(job, self.at_hand, strategy.optimizer)
+            return runs.run(job, self._at_hand, strategy.optimizer)
 
         verification.dry_run = run
 
@@ -822,7 +851,7 @@ class Trainer:
             seed=config.seed,
             number=self.number,
             control=self.control,
-            first_slice=first_slice(self.at_hand, self.num_workers) if self.at_hand is not None else None,
+            first_slice=first_slice(self._at_hand, self.num_workers) if self._at_hand is not None else None,
             **settings,
         )
         refuse_hooks(self.job, model)
@@ -830,7 +859,7 @@ class Trainer:
         if self.job.launched and self.rank == 0 and self.number == 0:
             check_planned(model, self.run_dir)
             if not self.train_job.compile:
-                self.graph = GraphReport(model, self.run_dir)
+                self._graph = GraphReport(model, self.run_dir)
         strategy.prepare(self.train_job)
         self.turns = turns_of(given, model)
         fingerprint_at_end(model)
@@ -900,7 +929,7 @@ class Trainer:
         )
         batches = batches_of(data, what=kind, seed=self.config.seed, may_be_endless=may_be_endless)
         batches = batches.for_device(self.config.device)
-        self.at_hand = batches
+        self._at_hand = batches
         return batches, self._begin(kind, described(batches))
 
     def _anew(self, batches: Batches) -> FitStart:
