@@ -107,3 +107,30 @@ def _is_text(node: ast.stmt | None) -> bool:
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     )
+
+
+def test_optional_abilities_of_strategies_are_protocols(modules: list[Module]) -> None:
+    asked = [
+        f"{module.where}:{node.lineno}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr")
+        and ast.unparse(node.args[0]).endswith("strategy")
+        and isinstance(node.args[1], ast.Constant)
+        and not str(node.args[1].value).startswith("__")
+    ]
+    assert not asked, f"declare a Protocol in shoal/parallel/protocol.py and ask with isinstance: {asked}"
+
+
+def test_state_of_a_trainer_is_written_by_its_own_methods(modules: list[Module]) -> None:
+    written = [
+        f"{module.where}:{node.lineno}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) in ("trainer", "self._trainer", "self.trainer")
+    ]
+    assert not written, f"a method of Trainer says what is changed and why: {written}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from shoal.collectives.compression import Traffic
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.parallel.loss import LossRule
@@ -248,6 +249,17 @@ class PieceReader:
 
 
 @runtime_checkable
+class HoldsOwnState(Protocol):
+    """A strategy whose ranks may hold state that no other rank has."""
+
+    holds_parts: bool
+
+
+def holds_parts(strategy: Strategy) -> bool:
+    return isinstance(strategy, HoldsOwnState) and strategy.holds_parts
+
+
+@runtime_checkable
 class HoldsParts(Protocol):
     """A strategy whose ranks hold different parts of the state."""
 
@@ -340,6 +352,24 @@ class AcceptsGradients(Protocol):
 
 
 @runtime_checkable
+class CountsTraffic(Protocol):
+    """A strategy that counts the bytes of its gradients."""
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """Of this rank; None where nothing is counted."""
+
+
+@runtime_checkable
+class RunsMicroBatches(Protocol):
+    """A strategy that may cut a slice further than the job asks for."""
+
+    @property
+    def num_micro(self) -> int | None:
+        """Parts of a slice; None for those of the job."""
+
+
+@runtime_checkable
 class HoldsStages(Protocol):
     """A strategy whose ranks may hold gradients of different parameters."""
 
@@ -424,3 +454,7 @@ class PeriodicSync(Protocol):
 
     def common_pieces(self) -> Iterator[Piece]:
         """The rest: state that is equal on all workers right after a sync. Collective."""
+
+
+def has_diverged(strategy: Strategy) -> bool:
+    return isinstance(strategy, PeriodicSync) and strategy.has_diverged

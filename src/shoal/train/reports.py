@@ -23,7 +23,7 @@ from shoal.cluster.worker import session
 from shoal.collectives.compression import Traffic
 from shoal.config.job import Job
 from shoal.data.batches import Batches
-from shoal.parallel.protocol import Strategy
+from shoal.parallel.protocol import CountsTraffic, Strategy
 from shoal.runtime import events
 from shoal.train.progress import Position
 
@@ -162,8 +162,7 @@ class TrafficReport:
             print(f"note: {progress_text.exchanged(facts)}", file=sys.stderr, flush=True)
 
     def _traffic(self) -> Traffic | None:
-        found = getattr(self._strategy, "traffic", None)
-        return found if isinstance(found, Traffic) else None
+        return self._strategy.traffic if isinstance(self._strategy, CountsTraffic) else None
 
 
 def _exchange(job: Job) -> str:

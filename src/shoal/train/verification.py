@@ -23,7 +23,7 @@ from shoal.config import job as jobs
 from shoal.config import own_rank
 from shoal.config.job import VerifyPlan
 from shoal.parallel.batch_dependence import MixingLayer, mixing_layers, noted_mixing, watch_randomness
-from shoal.parallel.protocol import Strategy
+from shoal.parallel.protocol import RunsMicroBatches, Strategy, holds_parts
 from shoal.parallel.state import MODEL
 from shoal.runtime import user_frames
 
@@ -77,7 +77,7 @@ class Verification:
         if not self._losses:
             return
         # With sharded state all ranks contribute.
-        pieces = list(strategy.state()) if self._rank == 0 or getattr(strategy, "holds_parts", False) else []
+        pieces = list(strategy.state()) if self._rank == 0 or holds_parts(strategy) else []
         if self._rank == 0:
             state = {
                 piece.name.removeprefix(MODEL): piece.tensor.detach().cpu().clone().contiguous()
@@ -98,7 +98,7 @@ class Verification:
                 ],
                 "steps": len(self._losses),
                 "own_loop": self._is_own_loop,
-                "micro_batches": getattr(strategy, "num_micro", None),
+                "micro_batches": strategy.num_micro if isinstance(strategy, RunsMicroBatches) else None,
                 "dry_runs": self.dry_run(strategy) if self.dry_run is not None else [],
             }
             (directory / "report.json").write_text(json.dumps(report))

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.errors import ConfigError
+from shoal.parallel.protocol import has_diverged
 from shoal.train.callbacks.base import Callback, Mode, Monitor, StepLogs
 from shoal.train.checkpoint import saving
 from shoal.train.checkpoint.checkpoint import prune, spaced_by_hours, step_path
@@ -104,7 +105,7 @@ class ModelCheckpoint(Callback):
         every = self._every_steps
         # Other workers' steps may have come between.
         if every is not None and trainer.step // every > before // every:
-            if getattr(trainer.strategy, "has_diverged", False):
+            if has_diverged(trainer.strategy):
                 trainer.wish_checkpoint()  # when the workers have one model again
             else:
                 self._save(trainer)

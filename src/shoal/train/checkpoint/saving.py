@@ -37,6 +37,8 @@ from shoal.parallel.protocol import (
     Piece,
     PieceReader,
     TracksRows,
+    has_diverged,
+    holds_parts,
 )
 from shoal.parallel.state import MODEL, expected_shapes, optimizer_settings, plain_tensors
 from shoal.ps.client.bulk_transfer import RowStamps
@@ -371,11 +373,7 @@ def _homes(trainer: Trainer) -> list[str]:
     """Directories of this script's checkpoints, the default one for a save without a directory first."""
     given = [each.checkpoint_directory for each in trainer.callbacks if each.checkpoint_directory]
     homes = [*given, str(trainer.run_dir / "checkpoints")]
-    if (
-        trainer.job.launched
-        and trainer.job.shares_run_dir
-        and getattr(trainer.strategy, "holds_parts", False)
-    ):
+    if trainer.job.launched and trainer.job.shares_run_dir and holds_parts(trainer.strategy):
         homes.append(str(scratch.directory("snapshots")))
     return list(dict.fromkeys(homes))
 
@@ -639,7 +637,6 @@ class Snapshots:
 
     def __init__(self, trainer: Trainer) -> None:
         job = trainer.job
-        holds_parts = getattr(trainer.strategy, "holds_parts", False)
         self._trainer = trainer
         said = (
             trainer.config.snapshot_every if trainer.config.snapshot_every is not None else job.snapshot_every
@@ -648,7 +645,11 @@ class Snapshots:
         self._is_told = said is not None
         # Without a shared run directory only rank 0's host would find them.
         is_of_use = (
-            job.launched and job.can_recover and job.verify is None and holds_parts and job.shares_run_dir
+            job.launched
+            and job.can_recover
+            and job.verify is None
+            and holds_parts(trainer.strategy)
+            and job.shares_run_dir
         )
         self._is_on = is_of_use and self._every > 0
         self._taken: list[str] = []
@@ -660,7 +661,7 @@ class Snapshots:
         trainer, step = self._trainer, self._trainer.step
         if not self._is_on or step // self._every == self._seen_step // self._every:
             return
-        if getattr(trainer.strategy, "has_diverged", False):
+        if has_diverged(trainer.strategy):
             return  # when the workers have one model again
         num_steps, began_at = max(step - self._seen_step, 1), time.monotonic()
         self._seen_step = step

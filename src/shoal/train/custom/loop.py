@@ -52,6 +52,7 @@ from shoal.parallel.protocol import (
     PeriodicSync,
     Strategy,
     TrainJob,
+    has_diverged,
 )
 from shoal.parallel.state import norm_of
 from shoal.runtime import events, recorder
@@ -362,7 +363,7 @@ class CustomLoop:
     @property
     def has_diverged(self) -> bool:
         """Whether weights differ between workers at present."""
-        return isinstance(self.strategy, PeriodicSync) and self.strategy.has_diverged
+        return has_diverged(self.strategy)
 
     def sync(self) -> None:
         """Make the models equal on all workers now. Collective if they have trained apart."""
