@@ -59,7 +59,7 @@ from shoal.errors import ConfigError
         ("fsdp", {"compress": "bf16"}, "makes the gradients of ddp smaller"),
     ],
 )
-def test_wishes_that_do_not_go_with_a_strategy_are_refused(
+def test_options_that_do_not_go_with_a_strategy_are_refused(
     strategy: str, options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -73,7 +73,7 @@ def test_changes_come_with_the_commit_and_not_before() -> None:
     assert (verdict.loss_total, verdict.count, verdict.applied) == (float(result.total), 10.0, True)
 
 
-def test_wishes_come_back_as_the_verdict() -> None:
+def test_control_flags_come_back_in_the_result() -> None:
     control = ControlFlags()
     strategy, _ = prepared(control=control)
     for stop, checkpoint, leave in [(True, False, False), (False, True, False), (False, False, True)]:

@@ -76,14 +76,14 @@ def test_a_replacement_enters_at_the_slowest_clock() -> None:
     assert bench.core.state.clocks.clock(2) == 3
 
 
-def test_wishes_are_gathered_and_stop_stays() -> None:
+def test_control_flags_are_gathered_and_stop_stays() -> None:
     bench = Bench(ASYNC)
     bench.push(0, 1, 1.0, stream=1)
     bench.end(0, 1, stream=1, vector=np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0]))
     bench.push(0, 2, 1.0, stream=1)
     (answer,) = messages(bench.end(0, 2, stream=1))
     assert isinstance(answer, Committed)
-    assert answer.wishes == 1
+    assert answer.control_flags == 1
 
 
 def test_marks_are_read_and_taken_over() -> None:
@@ -237,4 +237,4 @@ def test_a_stop_of_an_earlier_fit_is_over_with_the_first_merged_push_of_the_next
     bench.push(0, 1, 1.0, stream=second, peer=9)
     (answer,) = messages(bench.end(0, 1, stream=second, peer=9, merged=[MergedPart(second + 1, 1, 1, 1)]))
     assert isinstance(answer, Committed)
-    assert (answer.is_new, answer.wishes) == (True, 0)
+    assert (answer.is_new, answer.control_flags) == (True, 0)

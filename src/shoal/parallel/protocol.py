@@ -179,10 +179,10 @@ class StepResult:
     """Norm of the gradient before clipping, where clipping asked for it."""
 
     stop: bool
-    """Some rank wished to stop: every rank stops after this step."""
+    """Some rank set its stop flag: every rank stops after this step."""
 
     checkpoint: bool
-    """Some rank wished for a checkpoint after this step."""
+    """Some rank asked for a checkpoint after this step."""
 
     leave: bool
     """Some rank was asked to leave: every rank saves and ends its script."""

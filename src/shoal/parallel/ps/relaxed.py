@@ -173,7 +173,7 @@ class PsRelaxed(Ps):
         self._ahead: DensePull | None = None
         self._unused: list[DensePull] = []  # the servers may still write into their memory
         self._unheard: PushStep | None = None  # last push, kept until every copy of its slots has it
-        self._wishes = 0  # control flags of all workers, as of the last answer
+        self._control_flags = 0  # control flags of all workers, as of the last answer
         self.push_every, self._pull_every = job.push_every or 1, job.pull_every or 1
         self._held = HeldGradients()
         self._aggregator: AggregatorGroup | None = None
@@ -189,7 +189,7 @@ class PsRelaxed(Ps):
         self.waited_s = 0.0  # time spent waiting for fresh enough weights, that is, for the slowest worker
 
     def lease_by(self, naming: Naming, batch_size: int) -> None:
-        self._naming, self._batch_size, self._wishes = naming, batch_size, 0
+        self._naming, self._batch_size, self._control_flags = naming, batch_size, 0
 
     @property
     def is_laid_out(self) -> bool:
@@ -362,8 +362,8 @@ class PsRelaxed(Ps):
         self._end(verdict)
         return dataclasses.replace(
             verdict,
-            stop=verdict.stop or bool(self._wishes & STOP),
-            leave=verdict.leave or bool(self._wishes & LEAVE),
+            stop=verdict.stop or bool(self._control_flags & STOP),
+            leave=verdict.leave or bool(self._control_flags & LEAVE),
             checkpoint=verdict.checkpoint and self._rank == 0,
         )
 
@@ -502,7 +502,7 @@ class PsRelaxed(Ps):
         # A replacement begins at 0 and counts as far as the slowest: servers admit it there.
         self._clock = max(self._clock, committed.slowest)
         self._session.updates = self.updates = step.num_updates
-        self._wishes = committed.wishes
+        self._control_flags = committed.control_flags
 
     def _note_push(self, first: Slice, last: Slice) -> None:
         """Record the push: from here on it may count, and this worker may die before the answer."""

@@ -757,7 +757,7 @@ class ServerCore:
             state.clocks.begin_call(call)
         elif message.rank < state.num_workers:
             state.clocks.finished(message.rank, message.stream, message.seq, message.num_batches)
-            state.clocks.wish(message.rank, vector, call=call)
+            state.clocks.set_control_flags(message.rank, vector, call=call)
         for part in message.merged:
             state.clocks.finished_by_another(part.rank, part.stream, part.seq, part.num_batches)
         # Applied where nothing of it counts: no part of a sum can be left out. The pusher is told
@@ -809,7 +809,7 @@ class ServerCore:
             state.updates,
             clocks.slowest(),
             late=bool(late.any()),
-            wishes=clocks.wishes,
+            control_flags=clocks.control_flags,
             is_new=is_new,
         )
         return actions + self._when_safe(request, committed)

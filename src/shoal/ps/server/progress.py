@@ -116,7 +116,7 @@ class Clocks:
         self._counted: dict[int, dict[int, int]] = {}
         self._absent: set[int] = set()
         self._heard: dict[int, tuple[int, dict[int, int]]] = {}
-        self._wishes: dict[int, int] = {}
+        self._control_flags: dict[int, int] = {}
         self._sticky = 0
         self._call = 0
 
@@ -143,24 +143,24 @@ class Clocks:
         """A push of this call came: control flags of earlier calls are void."""
         if call > self._call:
             self._call, self._sticky = call, 0
-            self._wishes.clear()
+            self._control_flags.clear()
 
-    def wish(self, rank: int, vector: Vector, *, call: int = 0) -> None:
+    def set_control_flags(self, rank: int, vector: Vector, *, call: int = 0) -> None:
         """Record the control flags of a rank's vector: stop, checkpoint, leave. Those of an earlier call are void."""
         self.begin_call(call)
         bits = sum(
             bit for bit, value in zip((STOP, CHECKPOINT, LEAVE), vector[1:4], strict=False) if value > 0
         )
-        self._wishes[rank] = bits
+        self._control_flags[rank] = bits
         self._sticky |= bits & (STOP | LEAVE)
 
     @property
-    def wishes(self) -> int:
+    def control_flags(self) -> int:
         """Flags of all workers; stop and leave persist, a checkpoint until its rank clears it."""
-        wishes = self._sticky
-        for bits in self._wishes.values():
-            wishes |= bits
-        return wishes
+        flags = self._sticky
+        for bits in self._control_flags.values():
+            flags |= bits
+        return flags
 
     def clock(self, rank: int) -> int:
         return self._clocks.get(rank, 0)
@@ -204,7 +204,7 @@ class Clocks:
         self._clocks[rank] = self.slowest()
         self._counted.pop(rank, None)
         self._heard.pop(rank, None)
-        self._wishes.pop(rank, None)
+        self._control_flags.pop(rank, None)
         self._absent.discard(rank)
 
     # ---- between servers ------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Contribution:
     staged: Staged
 
     def copy(self) -> Contribution:
-        """In memory of the server's own; wishes are not repeated."""
+        """A copy in the server's own memory, without control flags: they count once."""
         vector = self.vector.copy()
         vector[1:4] = 0.0
         staged = Staged(

@@ -220,7 +220,7 @@ class MergedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StepEnd(Message, frozen=True, tag="ps-step-end"):
     """Client to server: "this is all of this step" for you; every server gets one.
 
-    Frames: a vector of float64 (count, losses, wishes, statistics), and, to
+    Frames: a vector of float64 (count, losses, control flags, statistics), and, to
     the holder of slot 0, the note from which a replacement can go on (may be
     empty). Answered by Committed; in a two-phase step by Summed first.
     Repeating it is safe.
@@ -289,7 +289,8 @@ class Committed(Message, frozen=True, tag="ps-committed"):
     updates: Count
     slowest: Count
     late: bool = False
-    wishes: Count = 0  # or-ed over all workers: 1 stop, 2 checkpoint, 4 leave; relaxed strategies
+    # Or-ed over all workers: 1 stop, 2 checkpoint, 4 leave; relaxed strategies.
+    control_flags: Count = msgspec.field(default=0, name="wishes")
     is_new: bool = (
         True  # relaxed strategies, the holder of slot 0: it counts there by this push, and not by one before
     )
