@@ -247,7 +247,7 @@ class Ps:
             if self._session.mode.two_phase:
                 # The worker that committed it may have died before it had told every server.
                 self._session.commit_again(self._decision_of(vector))
-        verdict = self._conclude(vector)
+        result = self._conclude(vector)
         if step is not None:
             assert self._model is not None
             dense = self._model.dense
@@ -256,7 +256,7 @@ class Ps:
                 [dense.parameters_of(some) for some, _ in ahead],
             )
             self._weights_at, self._is_whole = self._session.updates, not self._session.group.compression.pull
-        return verdict
+        return result
 
     def _take_in(self, pull: DensePull) -> None:
         assert self._model is not None
@@ -346,10 +346,10 @@ class Ps:
 
     def _decide(self, vector: NDArray[np.float64], norm: float) -> Decision:
         """Decide a summed step, in two phases; the same on every rank."""
-        verdict = decide(torch.from_numpy(vector[: 4 + self._num_workers].copy()))
-        factor = correction(self._job, self._num_global, verdict.count)
-        if not verdict.applied or not self._wants_norm:
-            return Decision(factor, verdict.applied)
+        result = decide(torch.from_numpy(vector[: 4 + self._num_workers].copy()))
+        factor = correction(self._job, self._num_global, result.count)
+        if not result.applied or not self._wants_norm:
+            return Decision(factor, result.applied)
         norm = factor * norm
         factor *= clip_factor(self._job, norm)
         return Decision(factor, math.isfinite(norm), norm)
@@ -376,17 +376,17 @@ class Ps:
         """The servers have updated; do the local part of the step's end."""
         flat = torch.from_numpy(vector.copy())
         told, at = flat[-2:].tolist(), 4 + self._num_workers
-        verdict = decide(flat[:at])
-        norm = told[1] if self._wants_norm and verdict.applied else None
-        verdict = dataclasses.replace(verdict, applied=bool(told[0]), grad_norm=norm)
-        if verdict.applied:
+        result = decide(flat[:at])
+        norm = told[1] if self._wants_norm and result.applied else None
+        result = dataclasses.replace(result, applied=bool(told[0]), grad_norm=norm)
+        if result.applied:
             self._conclude_buffers(flat[at:-2])
-        self._end(verdict)
-        return verdict
+        self._end(result)
+        return result
 
-    def _end(self, verdict: StepResult) -> None:
+    def _end(self, result: StepResult) -> None:
         """Drop everything of the step but its update."""
-        if not verdict.applied:
+        if not result.applied:
             self._buffers.restore()
         self._buffers.forget()
         for module in self._rows:

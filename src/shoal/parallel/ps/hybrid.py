@@ -100,10 +100,10 @@ class PsHybrid(Ddp):
         """Push the rows, then sum the dense part with the others."""
         if not self._group.next_is_known:
             self._push()
-        verdict = super().commit()
+        result = super().commit()
         for module in self._modules:
             module.release()
-        return verdict
+        return result
 
     def forward(self, batch: Slice) -> Tree:
         self._look_up(training=False)

@@ -149,8 +149,8 @@ class PsDrop(Ps):
         is_last = self._session.updates + 1 == self._passed
         vector = self._last if is_last else _neutral(self._last, self._num_workers)
         self._session.pass_by(vector)
-        verdict = self._conclude(vector)
-        return dataclasses.replace(verdict, loss_total=0.0, count=0.0)
+        result = self._conclude(vector)
+        return dataclasses.replace(result, loss_total=0.0, count=0.0)
 
 
 def _neutral(vector: NDArray[np.float64], num_workers: int) -> NDArray[np.float64]:

@@ -321,9 +321,9 @@ class PsRelaxed(Ps):
         vector = contribution(
             rank=0, num_workers=1, loss_total=loss.read(), count=loss.count, control=self._job.control
         )
-        self._verdict = decide(vector)
+        self._result = decide(vector)
         self._vector = vector.numpy()
-        if self._verdict.applied and not self._wants_norm and self._pushes_at_once:
+        if self._result.applied and not self._wants_norm and self._pushes_at_once:
             self._model.dense.arm(self._current)
         # Else nothing is sent before the whole gradient is known, or nothing at all.
 
@@ -333,38 +333,36 @@ class PsRelaxed(Ps):
         assert self._current is not None
         assert self._batch is not None
         self.settle()
-        verdict, step, batch = self._verdict, self._current, self._batch
+        result, step, batch = self._result, self._current, self._batch
         self._current = self._batch = None
-        factor = self._num_global / verdict.count if verdict.count else 0.0
+        factor = self._num_global / result.count if result.count else 0.0
         taken = ((module.spec.number, module.take_gradients()) for module in self._model.rows)
         rows = {number: held for number, held in taken if held is not None and len(held[0])}
-        if verdict.applied and self._wants_norm:
+        if result.applied and self._wants_norm:
             norm = factor * self._own_norm(rows.values())
-            verdict = dataclasses.replace(verdict, grad_norm=norm, applied=math.isfinite(norm))
+            result = dataclasses.replace(result, grad_norm=norm, applied=math.isfinite(norm))
             factor *= clip_factor(self._job, norm)
         if self._pushes_at_once:
-            if verdict.applied and self._wants_norm:
+            if result.applied and self._wants_norm:
                 self._model.dense.arm(step)
             note = self._session.note_of_step(is_needed=False)
-            self._push(
-                step, batch, batch, rows if verdict.applied else None, factor, note=note, num_batches=1
-            )
+            self._push(step, batch, batch, rows if result.applied else None, factor, note=note, num_batches=1)
         else:
             dense = [_dense(parameter.grad) for parameter in self._parameters]
             name = (step.stream, step.seq)
-            self._held.add(name, batch, factor if verdict.applied else None, rows, dense)
+            self._held.add(name, batch, factor if result.applied else None, rows, dense)
             if self._naming is None or self._naming.ends_group(batch, self._batch_size):
                 self.flush()
         self._clock += 1
         self._ahead = self._ask_ahead()
-        if self._launched.num_replicas == 1 or verdict.stop or verdict.leave or verdict.checkpoint:
+        if self._launched.num_replicas == 1 or result.stop or result.leave or result.checkpoint:
             self.settle()
-        self._end(verdict)
+        self._end(result)
         return dataclasses.replace(
-            verdict,
-            stop=verdict.stop or bool(self._control_flags & STOP),
-            leave=verdict.leave or bool(self._control_flags & LEAVE),
-            checkpoint=verdict.checkpoint and self._rank == 0,
+            result,
+            stop=result.stop or bool(self._control_flags & STOP),
+            leave=result.leave or bool(self._control_flags & LEAVE),
+            checkpoint=result.checkpoint and self._rank == 0,
         )
 
     def flush(self) -> None:
