@@ -184,7 +184,7 @@ class WarmParent:
 
 def check_same_files(ready: ServerReady) -> None:
     """Refuse a warm parent that imported other files of shoal than this process."""
-    if ready.dialect == roles.protocol_version():
+    if ready.protocol_version == roles.protocol_version():
         return
     home = os.path.dirname(os.path.abspath(shoal.__file__))
     raise ClusterError(

@@ -54,7 +54,8 @@ class ServerReady(msgspec.Struct, tag="ready", forbid_unknown_fields=True, froze
     """ "I have imported everything and can fork." Said once, by a server that is started as a program."""
 
     import_s: float
-    dialect: int  # hash of what was imported: the owner's own files may have been replaced since it started
+    # Hash of what was imported: the owner's own files may have been replaced since it started
+    protocol_version: int = msgspec.field(name="dialect")
 
 
 class Forked(msgspec.Struct, tag="forked", forbid_unknown_fields=True, frozen=True):
