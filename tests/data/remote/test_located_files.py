@@ -1,4 +1,4 @@
-"""Files of one host read at others: several hosts in one process, each with a folder and a keeper of its own."""
+"""Files of one host read at others: several hosts in one process, each with a folder and a block server of its own."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Cluster:
         for files in self.files:
             files.close()
 
-    def keeper(self, host: int) -> BlockServer:
+    def server(self, host: int) -> BlockServer:
         return block_server._servers[self.files[host]._hosts.folder()][0]
 
     def address(self, host: int) -> ServerAddress:
@@ -160,7 +160,7 @@ def test_a_block_leaves_its_source_once_and_is_given_on_by_those_who_have_it(
     [[info], *_] = hosts.expand(str(tmp_path / "data" / "a.bin"))
     for files in hosts.files[1:]:
         files.read(info.url, 0, 5000)
-    assert hosts.keeper(0).sent_bytes == 5000
+    assert hosts.server(0).sent_bytes == 5000
     assert hosts.files[1].origins == {"source": 5}
     assert hosts.files[3].origins == {"host 2": 5}
 
@@ -173,7 +173,7 @@ def test_spread_files_are_everywhere_before_they_are_read(
     hosts = cluster(4, spread=spread)
     [[info], *_] = hosts.expand(str(tmp_path / "data" / "a.bin"))
     hosts.stage()
-    assert wait_until(lambda: hosts.keeper(0).sent_bytes == times * 20_500)
+    assert wait_until(lambda: hosts.server(0).sent_bytes == times * 20_500)
     for files in hosts.files:
         assert files.read(info.url, 0, 20_500) == data
         assert files.origins == {}  # nobody had to ask
@@ -185,7 +185,7 @@ def test_a_block_that_is_held_or_not_needed_is_not_sent(cluster: Any, tmp_path: 
     hosts = cluster(2, spread="on-demand")
     [[info], _] = hosts.expand(str(tmp_path / "data" / "a.bin"))
     hosts.files[1].read(info.url, 0, 2000)  # two blocks are there
-    assert wait_until(lambda: hosts.keeper(0).sent_bytes == 2000)
+    assert wait_until(lambda: hosts.server(0).sent_bytes == 2000)
     hosts.close()
     hosts = cluster(2, spread=spread)
     receiver, source = hosts.files[1], hosts.files[0]
@@ -197,7 +197,7 @@ def test_a_block_that_is_held_or_not_needed_is_not_sent(cluster: Any, tmp_path: 
         source.expand(str(tmp_path / "data" / "a.bin"))
         coming.result()
     receiver.stage()
-    assert wait_until(lambda: hosts.keeper(0).sent_bytes == 5000)
+    assert wait_until(lambda: hosts.server(0).sent_bytes == 5000)
     assert not receiver._cache.has(blocks.FileBlock(info.url, info.stamp, 7))
 
 
@@ -276,8 +276,8 @@ def test_many_readers_of_one_host_fetch_a_block_once(cluster: Any, tmp_path: Pat
     for files in readers:
         files.close()
     # Counted once it is sent, which its reader may know a moment earlier.
-    assert wait_until(lambda: hosts.keeper(0).sent_bytes >= 9000)
-    assert hosts.keeper(0).sent_bytes == 9000
+    assert wait_until(lambda: hosts.server(0).sent_bytes >= 9000)
+    assert hosts.server(0).sent_bytes == 9000
 
 
 def test_a_cache_smaller_than_the_file_gives_the_same_bytes(cluster: Any, tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_silent_connections_keep_no_worker_out(cluster: Any, tmp_path: Path) -> 
     host, _, port = hosts.address(0).address.removeprefix("tls://").partition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(3 * block_server.MAX_STRANGERS)]
     assert hosts.files[1].read(where, 0, 3000) == data
-    assert len(hosts.keeper(0)._strangers) <= block_server.MAX_STRANGERS
+    assert len(hosts.server(0)._strangers) <= block_server.MAX_STRANGERS
     for each in silent:
         each.close()
 

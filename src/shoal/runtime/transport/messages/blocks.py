@@ -21,14 +21,14 @@ NumPartitions = Annotated[int, msgspec.Meta(ge=1, le=10**5)]
 
 
 class UseCache(Message, frozen=True, tag="use-cache"):
-    """Worker to its keeper: "keep blocks in this directory, at most so many bytes". Answered by BlocksNoted, or by BlockRefused where another worker wants another one. Repeating it is safe."""
+    """Worker to its block server: "keep blocks in this directory, at most so many bytes". Answered by BlocksNoted, or by BlockRefused where another worker wants another one. Repeating it is safe."""
 
     directory: Text
     max_bytes: Count | None  # None: half of what is free there
 
 
 class ShareFiles(Message, frozen=True, tag="share-files"):
-    """Worker to its host's keeper: "we hold these files (url, bytes, stamp), asked for as `where`; others may read them".
+    """Worker to its host's block server: "we hold these files (url, bytes, stamp), asked for as `where`; others may read them".
 
     Answered by BlocksNoted. Repeating it is safe. What no worker of the host
     has opened itself is never served.
@@ -39,7 +39,7 @@ class ShareFiles(Message, frozen=True, tag="share-files"):
 
 
 class AskFiles(Message, frozen=True, tag="ask-files"):
-    """Worker to any keeper: "which files does `where` stand for at your host?" Answered by FilesAre, or by
+    """Worker to any block server: "which files does `where` stand for at your host?" Answered by FilesAre, or by
     BlockRefused where nobody there has opened them yet.
     """
 
@@ -47,13 +47,13 @@ class AskFiles(Message, frozen=True, tag="ask-files"):
 
 
 class FilesAre(Message, frozen=True, tag="files-are"):
-    """Keeper to worker: the files as they were shared."""
+    """Block server to worker: the files as they were shared."""
 
     files: list[tuple[str, Count, str]]
 
 
 class NeedBlocks(Message, frozen=True, tag="need-blocks"):
-    """Worker to its keeper: "of this file only these blocks will ever be read here". Answered by BlocksNoted."""
+    """Worker to its block server: "of this file only these blocks will ever be read here". Answered by BlocksNoted."""
 
     url: Text
     stamp: Text
@@ -61,7 +61,7 @@ class NeedBlocks(Message, frozen=True, tag="need-blocks"):
 
 
 class FetchBlock(Message, frozen=True, tag="fetch-block"):
-    """Worker to its keeper: "put this block into the host's cache". Answered by BlockKept or BlockRefused.
+    """Worker to its block server: "put this block into the host's cache". Answered by BlockKept or BlockRefused.
 
     `sources` are the hosts that have the file itself.
     """
@@ -73,13 +73,13 @@ class FetchBlock(Message, frozen=True, tag="fetch-block"):
 
 
 class BlockKept(Message, frozen=True, tag="block-kept"):
-    """Keeper to worker: "it is there", and where it came from: cache, a host's number, or source."""
+    """Block server to worker: "it is there", and where it came from: cache, a host's number, or source."""
 
     origin: str
 
 
 class AskBlock(Message, frozen=True, tag="ask-block"):
-    """Keeper to keeper: "give me this block". Answered by BlockIs, by BlockAt where another host was given it before and
+    """Block server to block server: "give me this block". Answered by BlockIs, by BlockAt where another host was given it before and
     can give it on (unless the asker insists), or by BlockRefused.
     """
 
@@ -90,17 +90,17 @@ class AskBlock(Message, frozen=True, tag="ask-block"):
 
 
 class BlockIs(Message, frozen=True, tag="block-is"):
-    """Keeper to keeper: the block. One frame: its bytes."""
+    """Block server to block server: the block. One frame: its bytes."""
 
 
 class BlockAt(Message, frozen=True, tag="block-at"):
-    """Keeper to keeper: "this host has it from me"."""
+    """Block server to block server: "this host has it from me"."""
 
     host: Count
 
 
 class WhichBlocks(Message, frozen=True, tag="which-blocks"):
-    """Keeper to keeper: "of the blocks first..last of this file, which do you want?" Answered by WantBlocks."""
+    """Block server to block server: "of the blocks first..last of this file, which do you want?" Answered by WantBlocks."""
 
     url: Text
     stamp: Text
@@ -109,13 +109,13 @@ class WhichBlocks(Message, frozen=True, tag="which-blocks"):
 
 
 class WantBlocks(Message, frozen=True, tag="want-blocks"):
-    """Keeper to keeper: those that it does not hold and will need."""
+    """Block server to block server: those that it does not hold and will need."""
 
     numbers: list[Count]
 
 
 class TakeBlock(Message, frozen=True, tag="take-block"):
-    """Keeper to keeper: "here is a block; keep it and give it on along this route". One frame. Answered by BlocksNoted
+    """Block server to block server: "here is a block; keep it and give it on along this route". One frame. Answered by BlocksNoted
     as soon as it is kept; giving it on is the receiver's business from then on.
     """
 
@@ -126,7 +126,7 @@ class TakeBlock(Message, frozen=True, tag="take-block"):
 
 
 class SpreadFiles(Message, frozen=True, tag="spread-files"):
-    """Worker to the keeper of a host that has files: "send them to all who want them", by `broadcast` or along a
+    """Worker to the block server of a host that has files: "send them to all who want them", by `broadcast` or along a
     `chain`. Answered by BlocksNoted when it has begun; repeating it is safe.
     """
 
@@ -135,7 +135,7 @@ class SpreadFiles(Message, frozen=True, tag="spread-files"):
 
 
 class ShareRun(Message, frozen=True, tag="share-run"):
-    """Worker to its keeper: "outputs of this map-reduce are in this directory; others may read them". Answered by
+    """Worker to its block server: "outputs of this map-reduce are in this directory; others may read them". Answered by
     BlocksNoted. Repeating it is safe.
     """
 
@@ -145,7 +145,7 @@ class ShareRun(Message, frozen=True, tag="share-run"):
 
 
 class FetchRun(Message, frozen=True, tag="fetch-run"):
-    """Worker to its keeper: "get the output of a task, or one partition of it (-1: all), from this host". Answered by
+    """Worker to its block server: "get the output of a task, or one partition of it (-1: all), from this host". Answered by
     BlockKept, ShuffleState or BlockRefused.
     """
 
@@ -156,7 +156,7 @@ class FetchRun(Message, frozen=True, tag="fetch-run"):
 
 
 class AskRun(Message, frozen=True, tag="ask-run"):
-    """Keeper to keeper: "the output of this task, or one partition of it, from this byte on". Answered by RunPart, by
+    """Block server to block server: "the output of this task, or one partition of it, from this byte on". Answered by RunPart, by
     ShuffleState where it is not there, or by BlockRefused where that host has not come to the map-reduce.
     """
 
@@ -167,13 +167,13 @@ class AskRun(Message, frozen=True, tag="ask-run"):
 
 
 class RunPart(Message, frozen=True, tag="run-part"):
-    """Keeper to keeper: the bytes, of so many in all. One frame."""
+    """Block server to block server: the bytes, of so many in all. One frame."""
 
     num_bytes: Count
 
 
 class ShuffleState(Message, frozen=True, tag="run-state"):
-    """Keeper to keeper or worker: "it is not here", a number that changes while tasks go on, and whether this host has the
+    """Block server to block server or worker: "it is not here", a number that changes while tasks go on, and whether this host has the
     whole result.
     """
 
@@ -182,10 +182,10 @@ class ShuffleState(Message, frozen=True, tag="run-state"):
 
 
 class BlocksNoted(Message, frozen=True, tag="blocks-noted"):
-    """Keeper to worker or keeper: "done"."""
+    """Block server to worker or block server: "done"."""
 
 
 class BlockRefused(Message, frozen=True, tag="block-refused"):
-    """Keeper to worker or keeper: "I cannot", and why."""
+    """Block server to worker or block server: "I cannot", and why."""
 
     reason: str
