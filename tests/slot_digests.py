@@ -17,7 +17,7 @@ def slot_digests(state: ServerState) -> list[bytes | None]:
 def _digest(state: ServerState, slot: int) -> bytes:
     record, frames = state.write_slot(slot)
     marks = [mark for mark in record.marks if mark[1]]
-    said = (record.version, record.steps, marks, record.tables, record.chunks, record.board)
+    said = (record.version, record.steps, marks, record.tables, record.chunks, record.mailbox)
     hashed = hashlib.blake2b(msgspec.msgpack.encode(said))
     for frame in frames:
         hashed.update(len(frame).to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""Marks, clocks and the board, against plain models."""
+"""Marks, clocks and the mailbox, against plain models."""
 
 from __future__ import annotations
 
@@ -86,21 +86,21 @@ def test_who_was_absent_comes_back_with_the_slowest() -> None:
 
 
 def test_the_log_is_kept_since_the_oldest_note_and_one_more() -> None:
-    board = Mailbox()
+    mailbox = Mailbox()
     for exchange in range(1, 6):
         notes = {rank: (exchange if rank else min(exchange, 3), b"note") for rank in range(2)}
-        board.finish(exchange, Result(True, b"sum"), notes, 2)
-    assert sorted(board.log) == [2, 3, 4, 5]
-    assert board.since(0) == (3, b"note", [3, 4, 5])
-    assert board.since(1) == (5, b"note", [5])
+        mailbox.finish(exchange, Result(True, b"sum"), notes, 2)
+    assert sorted(mailbox.log) == [2, 3, 4, 5]
+    assert mailbox.since(0) == (3, b"note", [3, 4, 5])
+    assert mailbox.since(1) == (5, b"note", [5])
 
 
 def test_a_board_is_the_same_after_a_copy() -> None:
-    board, other = Mailbox(), Mailbox()
-    board.finish(1, Result(False, b"all"), {0: (1, b"n0"), 1: (1, b"n1")}, 2)
-    state, frames = board.state()
+    mailbox, other = Mailbox(), Mailbox()
+    mailbox.finish(1, Result(False, b"all"), {0: (1, b"n0"), 1: (1, b"n1")}, 2)
+    state, frames = mailbox.state()
     other.restore(state, list(frames))
-    assert (other.log, other.notes) == (board.log, board.notes)
+    assert (other.log, other.notes) == (mailbox.log, mailbox.notes)
 
 
 def test_records_are_what_they_were() -> None:

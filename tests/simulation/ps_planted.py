@@ -41,7 +41,7 @@ def altered(
     replication: type[Replication] = Replication,
     steps: type[Steps] = Steps,
     marks: type[AppliedSeqs] = AppliedSeqs,
-    board: type[Mailbox] = Mailbox,
+    mailbox: type[Mailbox] = Mailbox,
 ) -> type[ServerCore]:
     """A server some part of which is not what it should be."""
 
@@ -49,7 +49,7 @@ def altered(
         def __init__(self, number: int, incarnation: int = 0) -> None:
             super().__init__(number, incarnation)
             self.state, self.replication = state(), replication(number)
-            self.state.applied, self.state.mailbox = marks(), board()
+            self.state.applied, self.state.mailbox = marks(), mailbox()
             self.state.steps_class = steps  # type: ignore[misc]
 
     return Other
@@ -255,16 +255,16 @@ class CopiesWithout(ServerState):
         changes: dict[str, Any] = {
             "marks": {"marks": []},
             "version": {"version": max(record.version - 1, 0)},  # type: ignore[union-attr]
-            "board": {"board": None},
+            "mailbox": {"mailbox": None},
             "steps": {"steps": {}},
         }
-        if self.without == "board" and slot == 0:
+        if self.without == "mailbox" and slot == 0:
             number = len(self.mailbox.state()[1])
             frames = frames[: len(frames) - number]
         return msgspec.structs.replace(record, **changes[self.without]), frames
 
 
-for _part, _scenario in (("marks", Relaxed), ("version", Exact), ("board", Exact), ("steps", Exact)):
+for _part, _scenario in (("marks", Relaxed), ("version", Exact), ("mailbox", Exact), ("steps", Exact)):
     _state = type("CopiesWithout", (CopiesWithout,), {"without": _part})
     plant(f"a slot is copied without its {_part}", _scenario)(altered(state=_state))
 
@@ -426,7 +426,7 @@ class NeverWaits(ServerCore):
         return True
 
 
-# ---- who is heard, and the board ----------------------------------------------------------------
+# ---- who is heard, and the mailbox ----------------------------------------------------------------
 
 
 @plant("a replaced incarnation is still heard", Exact)
@@ -442,7 +442,7 @@ class ClosesTooSoon(Mailbox):
         return super().post(*arguments, num_workers=max(num_workers - 1, 1))
 
 
-plant("an exchange is over before all have posted", Exact)(altered(board=ClosesTooSoon))
+plant("an exchange is over before all have posted", Exact)(altered(mailbox=ClosesTooSoon))
 
 
 class KeepsNotesToItself(ServerState):

@@ -35,7 +35,7 @@ PS_FINDS: dict[str, int] = {
     "what was not answered is forgotten in a new view (relaxed)": 2,
     "a copy misses the updates after it": 11,
     "a slot is copied without its marks": 11,
-    "a slot is copied without its board": 45,
+    "a slot is copied without its mailbox": 45,
     "rows are copied without their state": 43,
     "summed before all are in": 0,
     "a push is lost": 4,

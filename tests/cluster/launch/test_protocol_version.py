@@ -17,7 +17,7 @@ class Finished2(Finished, frozen=True, tag="finished2"):
     new_field: int = 0
 
 
-def test_one_field_more_in_one_message_is_another_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_field_more_in_one_message_is_another_protocol_version(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = roles.protocol_version()
     assert roles.protocol_version() == ours
     Finished2.__name__ = Finished.__name__

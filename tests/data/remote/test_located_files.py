@@ -242,7 +242,7 @@ def test_a_dead_link_of_the_chain_is_passed_over(
         assert files.read(where, 0, 8000) == data
 
 
-def test_a_keeper_that_dies_is_followed_by_the_next_who_needs_it(cluster: Any, tmp_path: Path) -> None:
+def test_a_block_server_that_dies_is_followed_by_the_next_who_needs_it(cluster: Any, tmp_path: Path) -> None:
     data = write(tmp_path / "data", "a.bin", 5000)
     hosts = cluster(2)
     where = str(tmp_path / "data" / "a.bin")

@@ -44,7 +44,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class MailboxState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a board: (exchange, is it a commit) of its log, and its notes. Frames: results, then notes."""
+    """State of a mailbox: its log as (exchange, whether it is a commit), and its notes. Frames: results, then notes."""
 
     log: list[tuple[int, bool]]
     notes: Notes
@@ -148,7 +148,7 @@ class SlotRecord(_Record, frozen=True, tag="slot"):
     """All of one slot.
 
     Frames: keys, values and state per table; elements and state tensors per
-    chunk; then, of slot 0, the board's.
+    chunk; then, for slot 0, those of the mailbox.
     """
 
     version: Count
@@ -159,7 +159,7 @@ class SlotRecord(_Record, frozen=True, tag="slot"):
     chunks: list[tuple[int, list[tuple[int, str, str, list[int]]]]]
     square: float
     last: LastStep | None
-    board: MailboxState | None
+    mailbox: MailboxState | None = msgspec.field(name="board")
     clocks: list[tuple[int, int, dict[int, int]]]
     updates: Count
     evicted: dict[int, Count]  # rows that policies dropped, by table

@@ -372,10 +372,10 @@ class ServerState:
             frames += [raw_bytes(array) for array in contents.tables[number].read(slot)]
         chunks, chunk_frames = self._write_chunks(contents.chunks_of(some_slots([slot])))
         frames += chunk_frames
-        board = None
+        mailbox = None
         if slot == 0:
-            board, board_frames = self.mailbox.state()
-            frames += board_frames
+            mailbox, mailbox_frames = self.mailbox.state()
+            frames += mailbox_frames
         steps = self.steps
         record = SlotRecord(
             version=int(self.applied.version[slot]),
@@ -386,7 +386,7 @@ class ServerState:
             chunks=chunks,
             square=float(steps.squares[slot]) if steps is not None else 0.0,
             last=steps.last if steps is not None else None,
-            board=board,
+            mailbox=mailbox,
             clocks=self.clocks.state(),
             updates=self.updates,
             evicted={number: int(contents.tables[number].evicted[slot]) for number in tables},
@@ -403,8 +403,8 @@ class ServerState:
             self._set(table, keys, values, state, record.steps.get(counter_of(number), 0))
             table.evicted[slot] = record.evicted.get(number, 0)
         self._set_chunks(record.chunks, given)
-        if record.board is not None:
-            self.mailbox.restore(record.board, given)
+        if record.mailbox is not None:
+            self.mailbox.restore(record.mailbox, given)
         self.applied.version[slot] = record.version
         self.applied.set_steps(slot, record.steps)
         self.applied.forget_below(record.done_below)
