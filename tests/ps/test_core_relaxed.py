@@ -16,9 +16,9 @@ from shoal.runtime.transport.messages.client_server import (
     Hello,
     MergedPart,
     PullRows,
-    ReadMarks,
+    ReadAppliedSeqs,
     Rest,
-    WriteMarks,
+    WriteAppliedSeqs,
 )
 
 ASYNC = DeclareMode(2, "async")
@@ -90,8 +90,8 @@ def test_marks_are_read_and_taken_over() -> None:
     bench, other = Bench(ASYNC), Bench(ASYNC)
     bench.push(0, 1, 1.0, stream=7)
     bench.end(0, 1, stream=7)
-    (reply,) = bench.ask(1, ReadMarks(1))
-    other.ask(1, WriteMarks(1), [bytes(reply.frames[0])])  # type: ignore[union-attr]
+    (reply,) = bench.ask(1, ReadAppliedSeqs(1))
+    other.ask(1, WriteAppliedSeqs(1), [bytes(reply.frames[0])])  # type: ignore[union-attr]
     other.push(0, 1, 1.0, stream=7)
     other.end(0, 1, stream=7)
     assert other.rows() == [[0.0, 0.0]] * 2

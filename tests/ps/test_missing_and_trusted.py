@@ -15,7 +15,7 @@ from shoal.runtime.transport.messages.client_server import (
     PullRows,
     PushRows,
     TableSpec,
-    WriteMarks,
+    WriteAppliedSeqs,
     WriteRows,
 )
 
@@ -127,4 +127,4 @@ def test_what_is_written_whole_is_copied_before_it_is_checked() -> None:
 
 def test_marks_outside_of_the_slots_are_refused() -> None:
     bench = Bench(DeclareMode(1, "async"))
-    assert "slots 0..255" in refusal(bench.ask(1, WriteMarks(1), [np.array([[256, 1, 1]])]))
+    assert "slots 0..255" in refusal(bench.ask(1, WriteAppliedSeqs(1), [np.array([[256, 1, 1]])]))

@@ -11,17 +11,17 @@ from shoal.ps.server.actions import Action, Reply, Request, Send, Tell
 from shoal.ps.server.core import ServerCore
 from shoal.ps.server.replication import encode
 from shoal.runtime.transport.messages.client_server import (
+    AppliedSeqsRead,
     AskNote,
     Committed,
     DeclareMode,
     Hello,
-    Marks,
     Note,
     Post,
     Posted,
     Pulled,
     PullRows,
-    ReadMarks,
+    ReadAppliedSeqs,
     Replicate,
     Replicated,
     ViewOver,
@@ -292,5 +292,5 @@ def test_marks_are_read_only_once_the_replica_has_them_too() -> None:
     pair = Pair(ASYNC)
     pair.push(0, 1, 1.0, stream=1)
     pair.note(pair.end(0, 1, stream=1))
-    assert messages(pair.note(pair.ask(1, ReadMarks(1)))) == []
-    assert Marks() in messages(pair.deliver())
+    assert messages(pair.note(pair.ask(1, ReadAppliedSeqs(1)))) == []
+    assert AppliedSeqsRead() in messages(pair.deliver())

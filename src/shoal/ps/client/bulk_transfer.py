@@ -206,12 +206,12 @@ def write_chunk(
 
 def read_applied_seqs(group: Group) -> NDArray[np.int64]:
     """(slot, stream, seq) of all slots: the newest push of each stream that counts there."""
-    asking = AskAll(msg.ReadMarks)
+    asking = AskAll(msg.ReadAppliedSeqs)
     group.run(asking)
     parts = [np.frombuffer(bytes(frames[0]), np.int64).reshape(-1, 3) for _, frames in asking.answers]
     return np.concatenate(parts).copy()
 
 
-def write_applied_seqs(group: Group, marks: NDArray[np.int64]) -> None:
-    raw = np.ascontiguousarray(marks, np.int64).tobytes()
-    group.run(AskAll(msg.WriteMarks, [raw]))
+def write_applied_seqs(group: Group, seqs: NDArray[np.int64]) -> None:
+    raw = np.ascontiguousarray(seqs, np.int64).tobytes()
+    group.run(AskAll(msg.WriteAppliedSeqs, [raw]))

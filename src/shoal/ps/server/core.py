@@ -328,8 +328,8 @@ class ServerCore:
     def _whole(self, request: Request) -> list[Action]:
         """Read or write state for a checkpoint."""
         message, frames, change = answer_whole(self.state, self.mine, request)
-        if isinstance(message, msg.Marks):
-            # A reader of these marks does not repeat a push: so no other holder may ever lack it.
+        if isinstance(message, msg.AppliedSeqsRead):
+            # A reader of these applied seqs does not repeat a push: so no other holder may ever lack it.
             return self._when_safe(request, message, frames)
         if change is None:
             return [self._reply(request, message, frames)]

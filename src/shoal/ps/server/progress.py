@@ -55,16 +55,16 @@ class AppliedSeqs:
         """Slots in which nothing of this push counts yet: batches seq - num_batches + 1 to seq."""
         if stream < self.done_below:
             return no_slots()
-        marks = self._streams.get(stream)
-        return marks <= seq - max(num_batches, 1) if marks is not None else np.full(NUM_SLOTS, seq > 0)
+        applied = self._streams.get(stream)
+        return applied <= seq - max(num_batches, 1) if applied is not None else np.full(NUM_SLOTS, seq > 0)
 
     def count(self, stream: int, seq: int, slots: Slots) -> None:
         if stream < self.done_below:
             return
-        marks = self._streams.get(stream)
-        if marks is None:
-            marks = self._streams[stream] = np.zeros(NUM_SLOTS, dtype=np.int64)
-        np.maximum(marks, seq, out=marks, where=slots)
+        applied = self._streams.get(stream)
+        if applied is None:
+            applied = self._streams[stream] = np.zeros(NUM_SLOTS, dtype=np.int64)
+        np.maximum(applied, seq, out=applied, where=slots)
 
     def forget_below(self, stream: int) -> None:
         if stream > self.done_below:
@@ -76,23 +76,23 @@ class AppliedSeqs:
         self.version[slots] = 0
         for steps in self._steps.values():
             steps[slots] = 0
-        for marks in self._streams.values():
-            marks[slots] = 0
+        for applied in self._streams.values():
+            applied[slots] = 0
 
     def of_slot(self, slot: int) -> list[tuple[int, int]]:
         return [(stream, int(self._streams[stream][slot])) for stream in sorted(self._streams)]
 
-    def set_slot(self, slot: int, marks: list[tuple[int, int]]) -> None:
+    def set_slot(self, slot: int, seqs: list[tuple[int, int]]) -> None:
         for each in self._streams.values():
             each[slot] = 0
         one = some_slots([slot])
-        for stream, seq in marks:
+        for stream, seq in seqs:
             self.count(stream, seq, one)
 
     def triples(self, slots: Slots) -> npt.NDArray[np.int64]:
         """(slot, stream, seq) of these slots, for a checkpoint; one more with seq 0 tells the stream below which all are over."""
         held = np.flatnonzero(slots)
-        # Marks of finished streams are dropped: a resumed job must not run them again.
+        # Applied seqs of finished streams are dropped: a resumed job must not run them again.
         over = [(int(held[0]), self.done_below, 0)] if len(held) and self.done_below else []
         found = over + [
             (slot, stream, seq) for slot in held.tolist() for stream, seq in self.of_slot(slot) if seq

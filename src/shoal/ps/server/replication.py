@@ -69,7 +69,7 @@ class StepRecord(_Record, frozen=True, tag="step"):
 
     slots: bytes  # where it counts, a bit per slot
     seq: Count
-    applies: bool  # else it was left out: nothing changes but the marks
+    applies: bool  # else it was left out: nothing changes but the applied seqs
     tables: list[Count]
     chunks: list[tuple[int, list[int]]]  # number, parts without gradient
     factor: float
@@ -119,8 +119,8 @@ class ChunkRecord(_Record, frozen=True, tag="chunk"):
     state: list[tuple[int, str, str, list[int]]]
 
 
-class MarksRecord(_Record, frozen=True, tag="marks"):
-    """Marks of a checkpoint. Frame: triples."""
+class AppliedSeqsRecord(_Record, frozen=True, tag="marks"):
+    """Applied seqs of a checkpoint. Frame: triples."""
 
 
 class FollowingRecord(_Record, frozen=True, tag="following"):
@@ -170,7 +170,7 @@ Record: TypeAlias = (
     | PushesRecord
     | RowsRecord
     | ChunkRecord
-    | MarksRecord
+    | AppliedSeqsRecord
     | FollowingRecord
     | PostRecord
     | DeclareRecord

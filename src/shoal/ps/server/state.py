@@ -19,11 +19,11 @@ from shoal.ps.server.contents import Contents, Keys, Refusal, ServerTable, Updat
 from shoal.ps.server.dense import StateEntry
 from shoal.ps.server.progress import AppliedSeqs, Clocks, Slots, Vector, some_slots
 from shoal.ps.server.replication import (
+    AppliedSeqsRecord,
     Change,
     ChunkRecord,
     DeclareRecord,
     LastStep,
-    MarksRecord,
     Notes,
     PostRecord,
     Pushes,
@@ -284,7 +284,7 @@ class ServerState:
                 self.set_rows(number, step, frames, num_evicted)
             case ChunkRecord(number, state):
                 self.set_chunk(number, state, frames)
-            case MarksRecord():
+            case AppliedSeqsRecord():
                 self.set_applied_seqs(frames[0], slots)
             case PostRecord(exchange, notes):
                 result = Result(False, bytes(frames[0]))
@@ -360,7 +360,7 @@ class ServerState:
         self.contents.dense.write(number, frames[0], state, list(frames[1:]))
 
     def set_applied_seqs(self, frame: Frame, slots: Slots) -> None:
-        triples = as_array(frame, np.int64, "marks").reshape(-1, 3)
+        triples = as_array(frame, np.int64, "applied seqs").reshape(-1, 3)
         for slot, stream, seq in triples.tolist():
             if slots[slot]:
                 self.applied.count(stream, seq, some_slots([slot]))
@@ -456,16 +456,19 @@ def answer_whole(
             kept: list[Frame] = [bytes(frame) for frame in frames]
             change = Change(some_slots([chunk.slot]), lambda _: (ChunkRecord(number, entries), kept))
             return msg.Declared(False), [], change
-        case msg.ReadMarks():
-            return msg.Marks(), [raw_bytes(state.applied.triples(mine))], None
-        case msg.WriteMarks():
-            _require(len(frames) == 1 and len(frames[0]) % 24 == 0, "marks are triples of int64 in one frame")
-            kept_marks = bytes(frames[0])  # before they are read: the client can write to them
-            triples = as_array(kept_marks, np.int64, "marks").reshape(-1, 3)
+        case msg.ReadAppliedSeqs():
+            return msg.AppliedSeqsRead(), [raw_bytes(state.applied.triples(mine))], None
+        case msg.WriteAppliedSeqs():
+            _require(
+                len(frames) == 1 and len(frames[0]) % 24 == 0,
+                "applied seqs are triples of int64 in one frame",
+            )
+            kept_seqs = bytes(frames[0])  # before they are read: the client can write to them
+            triples = as_array(kept_seqs, np.int64, "applied seqs").reshape(-1, 3)
             inside = (triples >= 0).all() and (triples[:, 0] < NUM_SLOTS).all()
-            _require(bool(inside), "marks are of slots 0..255, and never negative")
-            state.set_applied_seqs(kept_marks, mine)
-            return msg.Declared(False), [], Change(mine.copy(), lambda _: (MarksRecord(), [kept_marks]))
+            _require(bool(inside), "applied seqs are of slots 0..255, and never negative")
+            state.set_applied_seqs(kept_seqs, mine)
+            return msg.Declared(False), [], Change(mine.copy(), lambda _: (AppliedSeqsRecord(), [kept_seqs]))
     raise Refusal(f"a server is not asked {type(request.message).__name__}")
 
 

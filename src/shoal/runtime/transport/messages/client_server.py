@@ -238,7 +238,7 @@ class StepEnd(Message, frozen=True, tag="ps-step-end"):
     model: Count = 0  # whose they are
     table_settings: dict[Count, dict[str, float]] = msgspec.field(default_factory=dict)  # the same, by table
     factor: float = 1.0  # what gradients are multiplied with; relaxed strategies and one-phase steps
-    done_below: Count = 0  # every lease below this is done: their marks may be forgotten
+    done_below: Count = 0  # every lease below this is done: their applied seqs may be forgotten
     is_spoilt: bool = (
         False  # exact: computed on weights that have this step already; refused where it would count
     )
@@ -496,25 +496,25 @@ class WriteChunk(Message, frozen=True, tag="ps-write-chunk"):
 
 class Hold(Message, frozen=True, tag="ps-hold"):
     """Client to server: let no push of others count until I say so again with `is_on=False`, or leave. Answered by
-    Declared. So that what is read in between belongs together, and to its marks. Relaxed strategies.
+    Declared. So that what is read in between belongs together, and to its applied seqs. Relaxed strategies.
     """
 
     view: Count
     is_on: bool
 
 
-class ReadMarks(Message, frozen=True, tag="ps-read-marks"):
-    """Client to server: the marks of its primary slots. Answered by Marks. Relaxed strategies."""
+class ReadAppliedSeqs(Message, frozen=True, tag="ps-read-marks"):
+    """Client to server: the applied seqs of its primary slots. Answered by AppliedSeqsRead. Relaxed strategies."""
 
     view: Count
 
 
-class Marks(Message, frozen=True, tag="ps-marks"):
-    """Server to client; and client to server with WriteMarks. Frame: int64 triples (slot, stream, seq)."""
+class AppliedSeqsRead(Message, frozen=True, tag="ps-marks"):
+    """Server to client; and client to server with WriteAppliedSeqs. Frame: int64 triples (slot, stream, seq)."""
 
 
-class WriteMarks(Message, frozen=True, tag="ps-write-marks"):
-    """Client to server: take these marks over. Frame as in Marks. Answered by Declared."""
+class WriteAppliedSeqs(Message, frozen=True, tag="ps-write-marks"):
+    """Client to server: take these applied seqs over. Frame as in AppliedSeqsRead. Answered by Declared."""
 
     view: Count
 

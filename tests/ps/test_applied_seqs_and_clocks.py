@@ -1,4 +1,4 @@
-"""Marks, clocks and the mailbox, against plain models."""
+"""Applied seqs, clocks and the mailbox, against plain models."""
 
 from __future__ import annotations
 
