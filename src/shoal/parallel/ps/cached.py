@@ -381,11 +381,11 @@ class PsCached(Single):
         if all(module.is_resident for module in self._tables.modules) and not declared_tables():
             return
         model = self._tables.model
-        self._bring_home()
+        self._pull_all_weights()
         yield from model.optimizer_pieces()
         yield from model.table_pieces(changes)
 
-    def _bring_home(self) -> None:
+    def _pull_all_weights(self) -> None:
         self.write_back()
         clock = self.settle()
         assert self._tables is not None
@@ -430,7 +430,7 @@ class PsCached(Single):
 
     def refresh_copy(self) -> None:
         if self._tables is not None and not all(module.is_resident for module in self._tables.modules):
-            self._bring_home()
+            self._pull_all_weights()
 
     def places(self) -> Iterator[LayerPlace]:
         taken = {}
