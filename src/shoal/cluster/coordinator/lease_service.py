@@ -120,18 +120,18 @@ class LeaseService:
             # A check whether it still holds them: nothing to journal.
             return [*began, *answers]
         self._num_since_snapshot += 1
-        remember: list[LeaseAction] = [*began, Persist(LeaseAsked(now, ask)), *self._ledger(acted)]
+        persist: list[LeaseAction] = [*began, Persist(LeaseAsked(now, ask)), *self._ledger(acted)]
         has_epoch_ended = any(isinstance(each, lease_types.EndEpoch) for each in acted)
         if self._num_since_snapshot >= SNAPSHOT_EVERY or has_epoch_ended:
             self._num_since_snapshot = 0
             assert self._asked is not None
-            remember.append(Persist(LeasesStand(self._asked, self._table.snapshot())))
-        told: list[LeaseAction] = [*self._tidings(acted)]
+            persist.append(Persist(LeasesStand(self._asked, self._table.snapshot())))
+        notices: list[LeaseAction] = [*self._notices(acted)]
         if ask.finished and self.counts is not None:
-            told.append(NotifySupervisor(self.counts))
-        return [*remember, *answers, *self._tell_of_the_epoch(), *told]
+            notices.append(NotifySupervisor(self.counts))
+        return [*persist, *answers, *self._notify_of_the_epoch(), *notices]
 
-    def _tell_of_the_epoch(self) -> list[Answer]:
+    def _notify_of_the_epoch(self) -> list[Answer]:
         """Answer requests from an epoch that is over, though others hold all leases of the next one."""
         assert self._table is not None
         below, num_leases = self._table.done_below, self._table.config.num_leases
@@ -155,8 +155,8 @@ class LeaseService:
         waiting, self._questions = self._questions, {}
         no_more = NoMoreLeases(self._table.done_below)
         clients = [*(question.client for question in waiting.values()), client]
-        remember: list[LeaseAction] = [Persist(LeaseAsked(now, ask)), *self._ledger(acted)]
-        return [*remember, *(Answer(each, no_more) for each in clients if each)]
+        persist: list[LeaseAction] = [Persist(LeaseAsked(now, ask)), *self._ledger(acted)]
+        return [*persist, *(Answer(each, no_more) for each in clients if each)]
 
     def replaced(self, rank: int, incarnation: int, now: float) -> list[Answer | Persist]:
         """Take back the leases of this rank's incarnations below `incarnation`."""
@@ -250,15 +250,15 @@ class LeaseService:
                     written.append(Persist(ended))
         return written
 
-    def _tidings(self, acted: Sequence[lease_types.Action]) -> list[NotifySupervisor]:
-        told: list[NotifySupervisor] = []
+    def _notices(self, acted: Sequence[lease_types.Action]) -> list[NotifySupervisor]:
+        notices: list[NotifySupervisor] = []
         for each in acted:
             match each:
                 case Drained():
-                    told.append(NotifySupervisor(self._drained(each)))
+                    notices.append(NotifySupervisor(self._drained(each)))
                 case Readmitted(rank, samples_per_s, others):
-                    told.append(NotifySupervisor(WorkerReadmitted(rank, samples_per_s, others)))
-        return told
+                    notices.append(NotifySupervisor(WorkerReadmitted(rank, samples_per_s, others)))
+        return notices
 
     def _drained(self, figures: Drained) -> WorkerDrained:
         assert self._table is not None
