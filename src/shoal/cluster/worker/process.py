@@ -83,7 +83,7 @@ def main(spec_bytes: bytes, fds: dict[str, int]) -> int:
     live_output = (fds["live_stdout"], fds["live_stderr"]) if "live_stdout" in fds else None
     session.attach(rank=job.rank, status=system.packet_socket(fds["status"]), live_output=live_output)
     try:
-        _heed_signals()
+        _handle_signals()
         enter(spec, job)
         recorder.RECORDER.facts = session.progress_facts
         recorder.start(f"worker-{job.rank}", job.incarnation, run_dir=job.run_dir, send=session.activity)
@@ -199,7 +199,7 @@ def _run_with_the_others(script: str, module: str, job: Job) -> dict[str, object
     return script_globals
 
 
-def _heed_signals() -> None:
+def _handle_signals() -> None:
     """Turn signals into a request to stop. Raise where no call would read the request."""
 
     def on_leave(signum: int, frame: FrameType | None) -> None:
