@@ -279,7 +279,7 @@ class Host(Process):
 
     def seek(self) -> None:
         self._campaign = self.campaign_class(
-            launches=self.launches, step=self.step, began_at=self.world.now, patience_s=0.3, timeout_s=60.0
+            launches=self.launches, step=self.step, began_at=self.world.now, yield_s=0.3, timeout_s=60.0
         )
         self._look(self._campaign)
 

@@ -21,7 +21,7 @@ HEAD = Head("job", "node1", "shoal://10.0.0.1:7070", 1)
 
 
 def campaign(launches: list[float] = [10.0, 20.0], step: int = 40) -> Campaign:  # noqa: B006
-    return Campaign(launches=launches, step=step, began_at=100.0, patience_s=3.0, timeout_s=60.0)
+    return Campaign(launches=launches, step=step, began_at=100.0, yield_s=3.0, timeout_s=60.0)
 
 
 def test_a_lease_is_counted_from_when_its_renewal_was_sent() -> None:

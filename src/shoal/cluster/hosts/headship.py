@@ -310,7 +310,7 @@ def seek(
         launches=launches,
         step=step,
         began_at=time.monotonic(),
-        patience_s=liveness.host_dead_after_s,
+        yield_s=liveness.host_dead_after_s,
         timeout_s=liveness.takeover_timeout_s,
     )
     told = ""

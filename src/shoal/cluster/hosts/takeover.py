@@ -122,14 +122,14 @@ class Campaign:
     """Decision of a host that lost its head: join a head, become it, or end."""
 
     def __init__(
-        self, *, launches: Sequence[float], step: int, began_at: float, patience_s: float, timeout_s: float
+        self, *, launches: Sequence[float], step: int, began_at: float, yield_s: float, timeout_s: float
     ) -> None:
         """`launches` and `step` are those of the copy of the run on this host.
 
-        A host whose newest checkpoint is older than the run's yields to others for `patience_s`.
+        A host whose newest checkpoint is older than the run's yields to others for `yield_s`.
         """
         self._launches, self._step = list(launches), step
-        self._began_at, self._patience_s, self._timeout_s = began_at, patience_s, timeout_s
+        self._began_at, self._yield_s, self._timeout_s = began_at, yield_s, timeout_s
         self._free_since: float | None = None  # start of the time without a head
 
     def decide(self, seen: Seen | None, now: float) -> CampaignAction:
@@ -163,7 +163,7 @@ class Campaign:
             )
         if self._free_since is None:
             self._free_since = now
-        if self._step < record.step and now < self._free_since + self._patience_s:
+        if self._step < record.step and now < self._free_since + self._yield_s:
             return LookAgain(f"the checkpoint of step {record.step} is on another host")
         return ClaimHead(seen.revision, record)
 

@@ -335,12 +335,12 @@ class ProcessPool:
         awaited = self._queue.waits_for
         # In short waits: while all processes are stopped (Ctrl-Z), hours may pass without anyone being
         # slow.
-        patience_s = min(_LOOKS_EVERY_S, self._config.timeout_s - waited_s)
+        wait_s = min(_LOOKS_EVERY_S, self._config.timeout_s - waited_s)
         began = time.monotonic()
-        heard = self._listen(patience_s)
+        heard = self._listen(wait_s)
         if awaited is None or awaited[0] in heard:
             return 0.0
-        waited_s += min(time.monotonic() - began, 2 * patience_s)
+        waited_s += min(time.monotonic() - began, 2 * wait_s)
         if waited_s >= self._config.timeout_s and not heard:
             self._give_up(*awaited)
         return min(waited_s, self._config.timeout_s)
