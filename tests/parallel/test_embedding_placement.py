@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import ConfigError
-from shoal.parallel.ps import rows as takeover
+from shoal.parallel.ps import rows as placement
 from shoal.parallel.ps.rows import PlacementPlan
 
 
@@ -38,13 +38,13 @@ class Looks(nn.Module):
 def planned(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> PlacementPlan:
     optimizer = optimizer or torch.optim.Adagrad(model.parameters())
     ids = torch.tensor([[1, 2], [3, 1]])
-    found = takeover.plan(model, optimizer)
+    found = placement.plan(model, optimizer)
 
     def run() -> None:
         with torch.no_grad():
             model(ids)
 
-    return takeover.watch(found, (ids, torch.ones(2)), run)
+    return placement.watch(found, (ids, torch.ones(2)), run)
 
 
 def table(**options: Any) -> nn.Embedding:
@@ -82,7 +82,7 @@ def test_an_embedding_for_which_rows_would_not_do_stays_dense_with_its_reason(
     found = planned(model)
     assert found.taken == []
     assert why in found.dense["table.weight"]
-    assert any("dense, because" in line and why in line for line in takeover.describe(found))
+    assert any("dense, because" in line and why in line for line in placement.describe(found))
 
 
 def test_a_frozen_embedding_and_one_the_optimizer_does_not_train_stay_dense() -> None:
@@ -122,7 +122,7 @@ def test_a_weight_looked_up_by_a_function_is_not_the_modules_own_lookup() -> Non
 
 def test_a_hash_embedding_is_always_rows_and_refuses_an_optimizer_without_a_rule() -> None:
     model = nn.Sequential(shoal.nn.HashEmbedding(4), nn.Linear(4, 1))
-    found = takeover.plan(model, torch.optim.Adagrad(model.parameters()))
+    found = placement.plan(model, torch.optim.Adagrad(model.parameters()))
     assert [(each.name, each.group) for each in found.taken] == [("0.rows", -1)]
     with pytest.raises(ConfigError, match="cannot be trained"):
-        takeover.plan(model, torch.optim.Adam(model.parameters()))
+        placement.plan(model, torch.optim.Adam(model.parameters()))
