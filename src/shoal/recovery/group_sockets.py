@@ -77,7 +77,7 @@ def ends_of(listeners: Mapping[int, Address], connections: Mapping[int, str]) ->
 
 
 def find_stranger(ends: Mapping[int, GroupEnds], rank: int) -> str | None:
-    """Description of a connection in this rank's groups whose other end is no rank; empty if there is none."""
+    """Description of a connection in this rank's groups whose other end is no rank; None if there is none."""
     others = _others(ends, rank)
     doors = {address for each in ends.values() for address in each.listeners}
     for end in ends[rank].connections:
