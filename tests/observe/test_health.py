@@ -11,7 +11,6 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.observe import health as endpoints
-from shoal.runtime import health as runtime
 from shoal.runtime.health import Health
 
 
@@ -38,9 +37,8 @@ def test_a_service_is_alive_from_the_start_and_ready_once_its_loop_says_so() -> 
         assert get(url, "/healthz", "HEAD") == (200, "")
 
 
-def test_a_loop_that_has_not_turned_for_long_is_told_as_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "STALLED_AFTER_S", 0.05)
-    health = Health("server", waits_for="")
+def test_a_loop_that_has_not_turned_for_long_is_told_as_stuck() -> None:
+    health = Health("server", waits_for="", stalled_after_s=0.05)
     with endpoints.serving(health, "127.0.0.1:0") as url:
         health.beat()
         time.sleep(0.1)

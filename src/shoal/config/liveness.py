@@ -48,6 +48,10 @@ class LivenessConfig:
     """Lease of the head in etcd (--journal). A head that could not renew it for 3/4 of it ends its job: after all of it
     another host takes over."""
 
+    loop_stalled_after_s: float = 30.0
+    """Time since the last turn of a process's own loop after which `/healthz` reports it as stuck: far longer than any turn on a
+    busy machine."""
+
     takeover_timeout_s: float = 60.0
     """How long a host that lost its head looks for another one in etcd, or tries to become it."""
 

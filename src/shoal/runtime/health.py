@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from shoal.config.liveness import LivenessConfig
+
 BEAT_EVERY_S = 1.0
 """From one turn of a loop to the next, where nothing else happens."""
-
-STALLED_AFTER_S = 30.0
-"""Time since a loop's last turn after which it counts as stuck: far longer than any turn on a busy machine."""
 
 
 @dataclass(slots=True)
@@ -28,6 +27,8 @@ class Health:
     figures: dict[str, float] = field(default_factory=dict)
     """Metrics without labels, by name."""
 
+    stalled_after_s: float = LivenessConfig().loop_stalled_after_s
+
     started_at: float = field(default_factory=time.monotonic)
     _beat_at: float | None = None
 
@@ -44,4 +45,4 @@ class Health:
     def stalled_s(self, now: float) -> float:
         """Seconds since the last turn, where those are too many; else 0."""
         since_s = now - self._beat_at if self._beat_at is not None else 0.0
-        return since_s if since_s >= STALLED_AFTER_S else 0.0
+        return since_s if since_s >= self.stalled_after_s else 0.0

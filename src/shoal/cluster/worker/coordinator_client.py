@@ -53,7 +53,11 @@ from shoal.runtime.transport.messages.worker_coordinator import (
 )
 
 GRACE_S = 5.0
-"""The coordinator ends a wait at its deadline; a client without an answer this much later gives up on it."""
+"""The coordinator ends a wait at its deadline; a client without an answer this much later gives up on it.
+
+No liveness time-out: it need only outlast the delay of a busy coordinator. Whether it lives is decided by its supervisor
+(`coordinator_dead_after_s`).
+"""
 
 RETRY_S = 0.02
 
