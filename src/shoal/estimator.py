@@ -408,7 +408,7 @@ class Estimator:
         return None
 
     def _checkpoints(self) -> Iterator[tuple[str, bool]]:
-        """Those of model_dir, newest first, and whether this job wrote them, in any of its launches."""
+        """Checkpoints of model_dir, newest first, and whether this job wrote them, in any of its launches."""
         job, began = jobs.current(), psutil.Process().create_time()
         if job.launched and (events := job.run_dir / "events.jsonl").exists():
             with events.open() as lines:

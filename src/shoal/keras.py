@@ -320,7 +320,7 @@ def _metric_names(model: Any) -> list[Any]:
 
 
 def _all_metrics(compiled: list[Any], given: Any) -> Any:
-    """Those of compile() first, then those of torchmetrics that distribute() was given."""
+    """Metrics of compile(), then those of torchmetrics that distribute() was given."""
     named = {_name(each): mean_metric(each) for each in compiled}
     if not named or isinstance(given, Mapping):
         return {**named, **given} if named else given

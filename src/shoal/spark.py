@@ -116,13 +116,13 @@ def run(
 
 
 def data(told: Mapping[str, Any] | None = None) -> Dataset:
-    """In a script that `shoal.spark.run` started: the rows of its DataFrame."""
+    """Rows of the DataFrame, in a script that `shoal.spark.run` started."""
     told = told or _told("data")
     return Dataset.from_parquet(told["rows"], label=told["label"])
 
 
 def keep(trainer: Any, told: Mapping[str, Any] | None = None) -> None:
-    """In a script that `shoal.spark.run` started: have the driver get this Trainer's model. On every worker."""
+    """Give this Trainer's model to the driver, in a script that `shoal.spark.run` started. On every worker."""
     if hasattr(trainer, "save"):
         trainer.save((told or _told("keep"))["model"])
 

@@ -22,7 +22,7 @@ from shoal.config.strategy import STRATEGIES
 
 
 def complete_strategy(incomplete: str) -> list[tuple[str, str]]:
-    """For the shell: strategies and, up to the colon, what they are."""
+    """Strategies for the shell's completion, with a line of help each."""
     return [
         (choice.form, choice.summary.partition(":")[0])
         for choice in STRATEGIES.values()
@@ -31,7 +31,7 @@ def complete_strategy(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
-    """For the shell: names of the runs there are."""
+    """Names of runs for the shell's completion."""
     from shoal.observe.runs import names
 
     return [name for name in names(Path(ctx.params.get("run_dir") or "runs")) if name.startswith(incomplete)]

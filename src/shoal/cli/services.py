@@ -77,7 +77,7 @@ Timeout = Annotated[
     typer.Option(
         "--timeout",
         metavar="SECONDS",
-        help="How long the coordinator is tried, also one that was lost; then the service ends.",
+        help="Time to reach the coordinator, at the start or once it was lost; then the service ends.",
     ),
 ]
 
@@ -112,7 +112,7 @@ def coordinator(
         typer.Option(
             "--name",
             metavar="NAME",
-            help="Name of the run; one that has not finished is gone on with.",
+            help="Name of the run; an unfinished run of this name is continued.",
             show_default="the script's",
         ),
     ] = None,

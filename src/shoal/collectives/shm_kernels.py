@@ -139,7 +139,7 @@ def _either(builder: Builder, a: Value, b: Value) -> Value:
 
 
 def _half(builder: Builder, a: Value, b: Value) -> Value:
-    """By way of float32, as torch does."""
+    """Sum of 16-bit numbers in float32, as torch adds them."""
     wide = ir.VectorType(ir.FloatType(), a.type.count)
     return builder.fptrunc(builder.fadd(builder.fpext(a, wide), builder.fpext(b, wide)), a.type)
 

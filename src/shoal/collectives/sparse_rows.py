@@ -249,7 +249,7 @@ def _rows_at(part: Tensor, keys_at: int, rows_at: int, count: int, like: Rows) -
 
 
 def _between(rows: Rows, begin: int | None, end: int | None) -> Rows:
-    """Those of keys from `begin` on and below `end`."""
+    """The rows of keys from `begin` on and below `end`."""
     first = 0 if begin is None else int(np.searchsorted(rows.keys.numpy(), begin))
     last = len(rows.keys) if end is None else int(np.searchsorted(rows.keys.numpy(), end))
     return Rows(rows.keys[first:last], rows.values[first:last])

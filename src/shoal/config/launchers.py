@@ -56,7 +56,7 @@ def forget(env: MutableMapping[str, str]) -> None:
 
 
 def _torchrun(env: Mapping[str, str]) -> World | None:
-    """Of `accelerate launch` too."""
+    """The ranks of torchrun, and of `accelerate launch`, which sets the same variables."""
     if "RANK" not in env:
         return None
     size = _number(env, "WORLD_SIZE")

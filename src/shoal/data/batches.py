@@ -130,7 +130,7 @@ class Batches:
         return Batches(self._feed.sharded(ShardPlan.parse(text)), self._stages)
 
     def loads(self, *, epoch: int, start: int, num_workers: int) -> Loads:
-        """For shard("balanced"): how even the first batches from `start` on are."""
+        """Evenness of the first batches from `start` on under shard("balanced")."""
         assert isinstance(self._feed, IndexedFeed)  # others have no costs
         return self._feed.loads(epoch=epoch, start=start, num_workers=num_workers)
 

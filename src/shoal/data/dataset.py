@@ -478,7 +478,7 @@ class Dataset:
     def folds(
         self, k: int, seed: int = 0, *, stratify: By | None = None, group: By | None = None
     ) -> list[tuple[Self, Self]]:
-        """For cross validation: k pairs (train, validation) whose validation parts are disjoint and hold everything.
+        """Pairs (train, validation) for k-fold cross validation, whose validation parts are disjoint and hold everything.
 
         `stratify` and `group` are as in `split`.
 

@@ -47,7 +47,7 @@ class Feed(Protocol):
 
     @property
     def num_samples(self) -> int | None:
-        """Of one epoch; None where only reading can tell, or where there is no end."""
+        """Samples of one epoch; None where only reading can tell, or where there is no end."""
 
     def batch_size(self, num_workers: int) -> int:
         """Samples of one global batch; 0 where only reading can tell."""
@@ -103,7 +103,7 @@ class BatchCut(Protocol):
     """Bounds of the global batches of an epoch."""
 
     def batch_size(self, num_workers: int) -> int:
-        """Of a full batch."""
+        """Samples of a full batch."""
 
     def num_steps(self, num_samples: int, num_workers: int, start: int) -> int:
         """Batches from `start` on."""
@@ -181,7 +181,7 @@ class IndexedFeed:
         return None if self.is_endless else self._order.num_samples
 
     def plans(self) -> list[StreamPlan]:
-        """Of the streams of records among its sources."""
+        """Plans of the streams of records among its sources."""
         return self._reader.source.plans()
 
     def near(self, samples_per_range: int) -> list[int]:

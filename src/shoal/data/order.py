@@ -162,7 +162,7 @@ class Bitmap:
 
 
 def _counts_up_to(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """In each byte, how many bits are set in it and in the lower ones."""
+    """Number of bits that are set in each byte and the lower ones."""
     pairs = words - (words >> np.uint64(1) & np.uint64(0x5555555555555555))
     fours = (pairs & np.uint64(0x3333333333333333)) + (pairs >> np.uint64(2) & np.uint64(0x3333333333333333))
     counts: NDArray[np.uint64] = (fours + (fours >> np.uint64(4)) & np.uint64(0x0F0F0F0F0F0F0F0F)) * _ONES

@@ -208,7 +208,7 @@ class SampleFilter:
         self._known = self._passes = np.zeros(0, dtype=np.uint8)
 
     def __call__(self, epoch: int) -> NDArray[np.bool_]:
-        """For each position of an epoch of the order, whether its sample passes."""
+        """Whether the sample at each position of an epoch passes."""
         num_samples, order = self._source.num_samples, self._order
         known, passes = _unpacked(self._known, num_samples), _unpacked(self._passes, num_samples)
         wanted = np.zeros(num_samples, dtype=bool)

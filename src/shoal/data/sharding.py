@@ -331,7 +331,7 @@ class Sharding:
         """Refuse a number of workers for which there are no cuts."""
 
     def describe(self) -> str:
-        """In words; the same on ranks that cut alike."""
+        """Description in words; equal on ranks that cut alike."""
         return "equal"
 
 
@@ -391,7 +391,7 @@ class ByWeight(Sharding):
             raise ConfigError("weights are all 0, and somebody has to compute.")
 
     def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
-        """By the sums of the weights before each worker. One process alone computes all."""
+        """Cuts at the sums of the weights before each worker. One process alone computes all."""
         self.check(num_workers)
         return weighted_cuts(stop - start, self.weights) if num_workers > 1 else [0, stop - start]
 
@@ -528,7 +528,7 @@ class ShardPlan:
         )
 
     def of_stream(self) -> Sharding:
-        """For what is read from its beginning: by arithmetic alone."""
+        """Cuts of data that is read from its beginning, by arithmetic alone."""
         if self.how == "balanced" or self.weights == MEASURED:
             said = "'balanced'" if self.how == "balanced" else "'weighted', weights='measured'"
             raise ConfigError(

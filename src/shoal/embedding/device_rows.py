@@ -106,7 +106,7 @@ class DeviceRows:
         self.state.index_copy_(0, places, rows[:, dim:])
 
     def set_state(self, state: NDArray[Any] | None) -> None:
-        """Of all rows; None: as it is before the first update."""
+        """Set the optimizer state of all rows; None: to its value before the first update."""
         if state is None:
             self.state.fill_(self._first)
         else:

@@ -89,7 +89,7 @@ class RowStatistics:
         return _columns(self.policy, self._sightings.array[rows], self._last_step.array[rows], seconds, dtype)
 
     def set(self, rows: Array, keys: Array, columns: Array) -> None:
-        """As `columns` gave them."""
+        """Restore the statistics that `columns` gave."""
         whole = columns.astype(np.int64)
         self._sightings.array[rows] = whole[:, 0]
         self._last_step.array[rows] = whole[:, 1] + whole[:, 2] * _DIGIT

@@ -77,7 +77,7 @@ class Spark:
         return self.watch().get(host, "")
 
     def _run(self, group: str, task: Callable[[Iterable[int]], Iterator[tuple[int, str]]]) -> None:
-        """In a thread of the host: wait for its task."""
+        """Thread of a host: waits for its task."""
         try:
             self._context.setJobGroup(group, group, interruptOnCancel=True)
             [end] = self._context.parallelize([0], 1).barrier().mapPartitions(task).collect()

@@ -224,7 +224,7 @@ _START, _STEP = 0xCBF29CE484222325, 0x100000001B3  # FNV-1a's
 
 
 def hash_text(texts: NDArray[np.str_], seed: int) -> Hashes:
-    """Of strings, by their characters; how wide the array is does not matter."""
+    """Hash of strings by their characters, whatever the width of the array."""
     width = texts.dtype.itemsize // 4
     out = np.empty(texts.size, np.uint64)
     codes = np.ascontiguousarray(texts).reshape(-1).view(np.uint32).reshape(texts.size, width)

@@ -1,11 +1,11 @@
-"""Feature declarations: plain settings, refused at birth where they cannot be meant.
+"""Feature declarations: frozen settings that refuse impossible values when they are made.
 
     numeric                                  numbers, into the dense part of the input
     bucketized, categorical, hashed, crossed ids, one per row: a one-hot, or rows of a table
     embedding                                the table of such ids, where its width matters
     bag                                      several ids per row, with weights: a sum of rows
 
-Nothing here reads data. What has to be known of it is in statistics.py.
+Nothing here reads data; statistics of it are in statistics.py.
 """
 
 from __future__ import annotations

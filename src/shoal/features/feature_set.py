@@ -85,7 +85,7 @@ class InputLayer(nn.Module):
         return torch.cat(columns, dim=1)
 
     def extra_repr(self) -> str:
-        """For print(model)."""
+        """Line of print(model)."""
         columns = ", ".join(f"{name}: {part.width}" for name, part in self._parts.items())
         return f"out_features={self.out_features}, {columns}"
 

@@ -41,7 +41,7 @@ def moments_of(values: Floats) -> Floats:
 
 
 def merge_moments(summaries: Sequence[Floats]) -> Floats:
-    """Of all of them, in their order."""
+    """Moments of all summaries together, merged in their order."""
     total = np.array(summaries[0])
     for other in summaries[1:]:
         count = total[0] + other[0]
@@ -55,7 +55,7 @@ def merge_moments(summaries: Sequence[Floats]) -> Floats:
 
 
 def deviation_of(total: Floats) -> Floats:
-    """Of the values around their mean, as numpy's std."""
+    """Standard deviation of the values, as numpy's std."""
     spread: Floats = np.sqrt(total[2] / np.maximum(total[0], 1.0))
     return spread
 
@@ -106,7 +106,7 @@ class Sketch:
         self._settle()
 
     def quantiles(self, shares: Floats) -> Floats:
-        """For each share of 0 to 1, the smallest value with at least so much of all at or below it."""
+        """The smallest value with at least each share (0 to 1) of all values at or below it."""
         values = np.concatenate(self._levels)
         weights = np.concatenate(
             [np.full(len(level), 1 << height, dtype=np.int64) for height, level in enumerate(self._levels)]
@@ -120,7 +120,7 @@ class Sketch:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """As numbers and arrays, to be written down."""
+        """The statistics as numbers and arrays, to be saved."""
         return {
             "size": self._size,
             "levels": self._levels,
@@ -132,7 +132,7 @@ class Sketch:
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Sketch:
-        """From what `plain` gave."""
+        """Statistics restored from the result of `plain`."""
         sketch = cls(plain["size"])
         sketch._levels, sketch._flips = list(plain["levels"]), list(plain["flips"])
         sketch.count, sketch.max_error = plain["count"], plain["max_error"]

@@ -28,7 +28,7 @@ Ids = NDArray[np.int64]
 
 
 class Vocabulary:
-    """From values to ids: 0 to n - 1 by place, then the unknown, then the missing where they have an id of their own."""
+    """Map from values to ids: 0 to n - 1 by place, then the unknown, then the missing where they have an id of their own."""
 
     def __init__(self, feature: Categorical, tokens: Sequence[Token]) -> None:
         self.feature, self.tokens = feature, tuple(tokens)

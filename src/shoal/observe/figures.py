@@ -125,7 +125,7 @@ def figures(
 
 
 def _num_steps(record: RunRecord, workers: Mapping[str, Totals]) -> int | None:
-    """By the newest line of rank 0; where batches are leased others may have done the last ones."""
+    """Steps of the newest line of rank 0; where batches are leased, others may have done the last ones."""
     by_worker = [each.steps for each in workers.values()]
     together = sum(by_worker) if _is_relaxed(record) else max(by_worker, default=0)
     found = [int(record.steps.step[-1])] if len(record.steps) else [together]
@@ -236,7 +236,7 @@ def _spent(each: Totals) -> dict[str, Any]:
 
 
 def stragglers(workers: Mapping[str, Totals]) -> dict[str, float]:
-    """By name, workers that are slower than the others, and how many times."""
+    """Workers that are slower than the others, by name, and how many times."""
     return {name: round(times, 2) for name, times in slowness(workers).items() if times > STRAGGLES}
 
 

@@ -275,7 +275,7 @@ def samples_per_s(record: RunRecord) -> float | None:
 
 
 def loads(record: RunRecord) -> dict[str, Totals]:
-    """By worker: what it did while it trained."""
+    """Activity of each worker while it trained."""
     return {name: totals(while_training(lines)) for name, lines in record.workers.items()}
 
 

@@ -807,7 +807,7 @@ def evaluating(modules: Iterable[M]) -> Iterator[list[M]]:
 
 @contextlib.contextmanager
 def batchnorm_at_rest(modules: Sequence[_BatchNorm]) -> Iterator[None]:
-    """For a borrowed sample: BatchNorm accepts no batch of one, and should keep nothing of it but the count."""
+    """BatchNorm at rest for a borrowed sample: it accepts no batch of one, and should keep nothing of it but the count."""
     with evaluating(modules) as rested:
         yield
     for module in rested:

@@ -543,7 +543,7 @@ _COUNT = "_shoal_count"
 
 
 def count_on(loss: Any) -> float | None:
-    """What torch divided this loss by, -1 for a sum; None where it is no result of torch's losses as it stands."""
+    """Divisor of a mean that one of torch's losses returned, -1 for a sum; None if it is not such a result, unchanged."""
     count, version = getattr(loss, _COUNT, (0.0, None))
     # `loss += penalty` leaves the note of what the loss was before.
     return None if version is None or loss._version != version else float(count)

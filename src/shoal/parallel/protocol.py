@@ -357,7 +357,7 @@ class CountsTraffic(Protocol):
 
     @property
     def traffic(self) -> Traffic | None:
-        """Of this rank; None where nothing is counted."""
+        """Bytes that this rank has sent; None where nothing is counted."""
 
 
 @runtime_checkable

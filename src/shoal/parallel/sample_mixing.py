@@ -225,7 +225,7 @@ def _module_of(hook: Any) -> str:
 
 
 class _Digest(NamedTuple):
-    """Of one tensor."""
+    """Summary of one tensor, to compare two runs by."""
 
     shape: torch.Size
     rows: Tensor

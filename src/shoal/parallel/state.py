@@ -226,7 +226,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def hash_embeddings(model: nn.Module) -> dict[str, HashEmbedding]:
-    """Those of a model, by the name of their rows in its state_dict."""
+    """Hash embeddings of a model, by the name of their rows in its state_dict."""
     return {
         f"{path}.rows" if path else "rows": module
         for path, module in model.named_modules()

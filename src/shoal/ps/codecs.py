@@ -41,7 +41,7 @@ class PartialCodec(Codec, Protocol):
     """The codec of a compressor that keeps a part of each push for the next one."""
 
     def select(self, values: Array) -> Array:
-        """What is pushed now of a flat gradient; zero elsewhere."""
+        """The elements of a flat gradient that are pushed now; zero elsewhere."""
 
 
 class Cast:

@@ -221,7 +221,7 @@ class ReplayLog:
         return self._log.num_finished
 
     def take_anchor(self) -> dict[str, Any] | None:
-        """In a replacement, once: the state recorded at the anchor from which it runs on."""
+        """State recorded at the anchor from which a replacement runs on; given once."""
         if self._recovery_state is None:
             return None
         state = self._recovery_state.anchor
@@ -229,11 +229,11 @@ class ReplayLog:
         return state
 
     def pending_anchor(self) -> dict[str, Any] | None:
-        """In a replacement: the state recorded at the anchor it has not reached yet."""
+        """State recorded at the anchor that a replacement has not reached yet."""
         return self._recovery_state.anchor if self._recovery_state is not None else None
 
     def pending_state(self, number: int) -> Part | None:
-        """In a replacement: the state that this holder will receive."""
+        """State that this holder of a replacement will receive."""
         return self._unclaimed.get(number)
 
     def hold(self, number: int, holder: Holder) -> None:

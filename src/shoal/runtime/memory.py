@@ -75,7 +75,7 @@ _SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def return_large_blocks() -> None:
-    """From now on; and what lies idle at present. Nothing where the C library is another, or the user has set it."""
+    """Return large blocks to the system from now on, idle ones at once. No effect with another C library, or where the user has set it."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt") or any(name in os.environ for name in _SETTINGS):
         return

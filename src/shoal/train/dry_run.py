@@ -38,7 +38,7 @@ class DryRuns:
             self._wanted = [(*each, copy.deepcopy(model)) for each in wanted]
 
     def run(self, job: TrainJob, batches: Batches, optimizer: Any) -> list[dict[str, Any]]:
-        """For each wanted configuration, bytes of parameters, gradients and optimizer, and the peak."""
+        """Bytes of parameters, gradients and optimizer, and the peak, of each wanted configuration."""
         state = _state_bytes(optimizer)
         found = []
         for num_ranks, num_shards, model in self._wanted:
@@ -96,7 +96,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _state_bytes(optimizer: Any) -> int:
-    """Of an optimizer after a step."""
+    """Bytes of an optimizer's state after a step."""
     if optimizer is None:
         return 0
     states = [each for state in optimizer.state.values() for each in state.values()]

@@ -171,7 +171,7 @@ def _baseline(record: Any, *, measure_s: float | None) -> dict[str, Any] | None:
 
 
 def _bandwidth(record: RunRecord) -> MeasuredBandwidth | None:
-    """Of a link within this host: by `shoal bench exchange`, else by copies in memory made now. None for a run over hosts."""
+    """Bandwidth of a link within this host, from `shoal bench exchange` or else from copies in memory made now. None for a run over hosts."""
     from shoal.config import exchange_rule
     from shoal.observe.figures import MeasuredBandwidth
     from shoal.observe.planner.measuring import copy_bytes_per_s

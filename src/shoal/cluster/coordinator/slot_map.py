@@ -90,7 +90,7 @@ def evenest_seed(
     num_tried: int = 32,
     hosts: Mapping[str, int | str] | None = None,
 ) -> int:
-    """Of the seeds from `seed` on, the one whose placement loads the first servers of a job most evenly.
+    """The seed from `seed` on whose placement loads the first servers of a job most evenly.
 
     Hashing alone leaves some servers 10 % above their share. Trying a few seeds once, at launch,
     recovers most of that at no later cost: the seed belongs to the job, so later changes still move

@@ -79,7 +79,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Of the head, as other hosts reach it."""
+        """Address at which other hosts reach the head."""
         return self.config.advertise or self.config.bind
 
 

@@ -120,7 +120,7 @@ class Elastic:
         return None
 
     def _fitting(self, cores: dict[int, int]) -> LaunchConfig | None:
-        """As many of the requested workers as fit on these hosts; None if those are too few."""
+        """The requested workers that fit on these hosts; None if those are too few."""
         asked, room = self.asked, sum(cores.values())
         if asked.hosts is None or asked.oversubscribe or room >= asked.workers:
             return asked

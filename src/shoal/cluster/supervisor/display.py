@@ -186,7 +186,7 @@ class Display:
 
     @contextlib.contextmanager
     def owning_prints(self) -> Iterator[None]:
-        """In a plain process: keep print() and the table apart."""
+        """Keep print() and the table apart, in a process that was not launched."""
         yield
 
     def _show_epoch(self, progress: Progress) -> None:

@@ -105,7 +105,7 @@ class Pipe:
     def __init__(
         self, fd: int, log: Log, show: Callable[[bytes], None] | None = None, cutter: LineCutter | None = None
     ) -> None:
-        """Without `show` it is only logged; without `cutter` it is shown as it comes."""
+        """`show`: None to log only. `cutter`: None to show output as it comes."""
         os.set_blocking(fd, False)
         self._fd, self._log, self._show, self._cutter = fd, log, show, cutter
         self.is_shown, self.is_closed = show is not None, False

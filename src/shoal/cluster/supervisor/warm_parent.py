@@ -79,7 +79,7 @@ class WarmParent:
         return self._server.ready.import_s if self._server.ready else 0.0
 
     def fileno(self) -> int:
-        """For a selector: readable when there is something for `exits`, or when the process is gone."""
+        """Descriptor for a selector: readable when there is something for `exits`, or when the process is gone."""
         return self._server.fileno()
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ from shoal.runtime.transport import unix
 
 
 def run_role(role: str, fds: dict[str, int]) -> int:
-    """In a child: put the descriptors in place, read the specification, become the role."""
+    """Put a child's descriptors in place, read its specification, become its role."""
     for name, target in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         if name in fds:
             fd = fds.pop(name)

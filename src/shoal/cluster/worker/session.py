@@ -118,7 +118,7 @@ def regroup_through(regroup: Callable[[], None] | None) -> None:
 
 
 def listen(sink: Callable[[Progress], None] | None) -> None:
-    """In a plain process: give progress to `sink`, or to nobody (None). A launched worker keeps its supervisor."""
+    """Report the progress of a process that was not launched to `sink`, or to nobody (None). A launched worker keeps its supervisor."""
     if _session.status is None:
         _session.sink = sink
 

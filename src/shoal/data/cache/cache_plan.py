@@ -172,7 +172,7 @@ def for_caches(*, num_sharers: int = 1) -> int:
 
 
 def free_disk_bytes(directory: str | os.PathLike[str]) -> int:
-    """Of the file system that a directory is, or would be, on."""
+    """Free bytes of the file system that a directory is, or would be, on."""
     path = Path(directory).absolute()
     while not path.exists():
         path = path.parent

@@ -189,7 +189,7 @@ class SqliteSession:
         self._connection, self._place = connection, place
 
     def columns(self, relation: str) -> list[SqlColumn]:
-        """By declaration, or by a read of all values where there is none."""
+        """Columns as declared; without a declaration all values are read."""
         with self._speaking(relation):
             # A view has the types of its columns' tables.
             self._execute(f"CREATE TEMP VIEW shoal_read AS SELECT * FROM {relation}")
@@ -401,7 +401,7 @@ class PostgresSession:
         self._connection, self._error, self._database = connection, error, database
 
     def columns(self, relation: str) -> list[SqlColumn]:
-        """By the types that the server tells; what ADBC has no type for is asked for as text."""
+        """Columns by the server's types; what ADBC has no type for is requested as text."""
         schema = self._table(f"SELECT * FROM {relation} LIMIT 0").schema
         asked = [f"{self._asked(field)} AS {quoted(field.name)}" for field in schema]
         arriving = self._table(f"SELECT {', '.join(asked)} FROM {relation} LIMIT 0").schema

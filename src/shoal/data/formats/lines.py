@@ -324,7 +324,7 @@ class LineAddress:
 
 
 class TextDecoder(ABC):
-    """From the text of rows to columns."""
+    """Decoder of the text of rows into columns."""
 
     columns: tuple[Column, ...]
 

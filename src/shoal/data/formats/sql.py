@@ -351,7 +351,7 @@ class SqlTable:
 
     @property
     def identity(self) -> str:
-        """Of the relation, its key, and the number of rows in each range."""
+        """Identity by the relation, its key and the number of rows in each range."""
         return identity_of([], stamp=self._sessions.database.stamp(), **self.describe(), fill=self._wish.fill)
 
     def read(self, block: int) -> DecodedRows:

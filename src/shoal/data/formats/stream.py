@@ -305,7 +305,7 @@ class SegmentPlan:
             return self.types
 
     def export_state(self, position: int) -> dict[str, Any]:
-        """For a checkpoint: all of it, or of an endless stream what is at `position` and behind it."""
+        """Plan for a checkpoint: all of it; of an endless stream what is at `position` and after it."""
         first = 0
         if self.is_endless:
             first = max(bisect.bisect_right(self.bounds, position) - 1, 0)

@@ -63,7 +63,7 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row in memory, where rows are of one size."""
+        """Bytes of one row in memory, where rows are of one size."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def describe(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class Table(Protocol):
 
     @property
     def blocks(self) -> tuple[TableBlock, ...]:
-        """In the order of the rows."""
+        """Blocks in the order of their rows."""
 
     @property
     def identity(self) -> str:
@@ -202,7 +202,7 @@ class GrowingTable(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Of all blocks that will ever come; ENDLESS where there is no last one."""
+        """Rows of all blocks; ENDLESS where there is no last one."""
 
     def bounds_to(self, num_rows: int) -> list[int]:
         """The rows at which blocks begin, and the end of the last, of at least so many rows; waits for them.

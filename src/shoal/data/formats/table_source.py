@@ -154,7 +154,7 @@ class TableSource(Source):
             self._storage.will_need(np.asarray(indices, dtype=np.int64))
 
     def here(self) -> NDArray[np.bool_] | None:
-        """By index, whether this host has the sample itself; None where all hosts have all."""
+        """Whether this host has each sample itself, by index; None where all hosts have all."""
         if not isinstance(self.table, StagedTable):
             return None
         here = [self.table.is_here(number) for number in range(len(self.table.blocks))]

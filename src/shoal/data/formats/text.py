@@ -451,7 +451,7 @@ class CsvDecoder(_TypedDecoder):
 
 
 def _as_text(column: ArrowArray) -> tuple[ArrowArray, set[int]]:
-    """As strings, with "" for what is no UTF-8, and the places of that."""
+    """Strings, "" for what is no UTF-8, and the places of those."""
     try:
         return column.cast(pa.string()), set()
     except pa.ArrowInvalid:

@@ -141,7 +141,7 @@ class _Walk:
         return _hashed("function", found, *map(self.of, carried))
 
     def _code_of(self, thing: Any) -> str:
-        """Of a library by its name and version, of shoal by its file, of the user by its code."""
+        """Identity of a function: a library's by name and version, shoal's by its file, the user's by its code."""
         module = sys.modules.get(thing.__module__ or "builtins")
         name = f"{thing.__module__}.{thing.__qualname__}"
         file = os.path.realpath(getattr(module, "__file__", None) or "")

@@ -201,7 +201,7 @@ class RunFile:
         return found
 
     def records_from(self, offset: int) -> Iterator[Record]:
-        """Of a file of one partition: the records from the one at this offset on."""
+        """Records of a file of one partition, from the one at this offset on."""
         return self._records(offset, self.stretches[0].end, None)
 
     def _records(self, at: int, end: int, expected: int | None) -> Iterator[Record]:

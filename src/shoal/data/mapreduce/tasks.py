@@ -574,7 +574,7 @@ def _start(server: ForkedServer, number: int) -> tuple[int, int]:
 
 
 def _work(make_tasks: Callable[[int], Tasks], number: str, fds: dict[str, int]) -> int:
-    """In a child: run tasks until none is left; a failure is reported."""
+    """Main of a child: run tasks until none is left; a failure is reported."""
     task = ""
     try:
         tasks = make_tasks(int(number))

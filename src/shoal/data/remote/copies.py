@@ -242,7 +242,7 @@ def _hashes_beside(copy: Path) -> _Hashes | None:
 
 
 def _hashes_of(copy: Path, info: FileInfo) -> _Hashes | None:
-    """Of a copy of just this version of a file."""
+    """Hashes of a copy of just this version of a file."""
     hashes = _hashes_beside(copy)
     return hashes if hashes is not None and (hashes.url, hashes.num_bytes, hashes.stamp) == info else None
 
@@ -259,7 +259,7 @@ def _why(error: OSError | FileLost) -> str:
 
 @contextlib.contextmanager
 def _locked(copy: Path) -> Iterator[None]:
-    """By one process at a time; a lock dies with its process."""
+    """Lock held by one process at a time; it dies with its process."""
     descriptor = os.open(copy.with_name(f"{copy.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

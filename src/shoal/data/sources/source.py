@@ -87,7 +87,7 @@ class Source(ABC):
         return  # nothing, for most
 
     def here(self) -> NDArray[np.bool_] | None:
-        """By index, whether this host has the sample and others may not; None if it makes no difference."""
+        """Whether this host has each sample and others may not, by index; None if it makes no difference."""
         return None
 
     def stage(self) -> None:
@@ -95,7 +95,7 @@ class Source(ABC):
         return  # nothing to do where it is at hand
 
     def plans(self) -> list[StreamPlan]:
-        """Of the streams it reads; none, for most."""
+        """Plans of the streams it reads; most sources have none."""
         return []
 
     def names(self) -> list[str]:

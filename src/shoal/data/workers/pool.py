@@ -654,6 +654,6 @@ def _tasks(
 
 
 def _read(reader: Reader, request: ReadRequest) -> Reading | Tree:
-    """In a process: what was read; the batch alone where that is all there is to say."""
+    """Read a request in a reader process; the batch alone where no sample was skipped."""
     reading = reader.read(request)
     return reading if reading.skipped else reading.batch

@@ -94,7 +94,7 @@ class RunFeed:
 
     @property
     def left_bytes(self) -> int:
-        """Of metrics.jsonl, not read yet."""
+        """Bytes of metrics.jsonl that were not read yet."""
         return self._metrics.left_bytes
 
     def poll(self, budget_s: float = 0.3) -> bool:

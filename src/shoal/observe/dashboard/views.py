@@ -229,7 +229,7 @@ def _bottleneck(feed: RunFeed) -> Values:
 
 
 def _another_worker(feed: RunFeed) -> Values:
-    """By the share of computing, where the rest of a step is as long with one worker more: the estimate that `shoal plan` measures."""
+    """Estimate of one worker more from the share of computing, if the rest of a step stays as long; `shoal plan` measures it."""
     shares = _shares(feed)
     total, workers = sum(shares.values()), _count(feed.config.get("workers"))
     if not workers or not shares.get("compute"):

@@ -353,7 +353,7 @@ class Prediction:
 
     @property
     def cost_per_million(self) -> float | None:
-        """Of a million samples, in the currency of the price."""
+        """Price of a million samples."""
         return self.price * self.hosts * 1e6 / self.samples_per_s / 3600 if self.price is not None else None
 
     def corrected(self, measured_s: float) -> Prediction:
@@ -550,7 +550,7 @@ def _codec_s(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> float:
 
 
 def _slowdown(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> float:
-    """Of compute against what was measured, by threads, cores and the device."""
+    """Factor of compute against what was measured, from threads, cores and the device."""
     each = -(-c.workers // hosts)
     servers = -(-c.servers // hosts)
     threads = max(1, (cluster.cores - servers // 2) // each)
@@ -558,12 +558,13 @@ def _slowdown(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) 
 
 
 def _turns(c: PlanCandidate, cluster: ClusterShape, hosts: int) -> float:
-    """By which workers that are more than cores take longer. Servers work while their workers wait, and take no core from these."""
+    """Workers of a host per core, at least 1: the factor by which more workers than cores slow each other down. Servers take no core
+    from their workers: they work while these wait."""
     return max(1.0, -(-c.workers // hosts) / cluster.cores)
 
 
 def _crowding(c: PlanCandidate, w: Workload, hosts: int) -> float:
-    """Of compute, by the other workers of a host: by how many of them compute at once."""
+    """Factor of compute from the other workers of a host that compute at the same time."""
     if w.crowd == 1:
         return 1.0
     others = -(-c.workers // hosts) - 1
@@ -761,7 +762,7 @@ def asks_for_dry_run(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> bo
 
 
 def _needed_bytes(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> int:
-    """Of a device, or of all workers of a host."""
+    """Memory needed of a device, or of a host by all its workers."""
     if cluster.is_device_memory:
         return memory_of(c, w) - w.base_bytes  # the interpreter is in the host's memory
     return memory_of(c, w) * -(-c.workers // cluster.hosts_of(c.workers))

@@ -326,7 +326,7 @@ def layers_of(graph: Mapping[str, Any]) -> tuple[ModelLayer, ...]:
 
 
 def _features(kind: str, shape: str) -> int:
-    """Of an output N×...×features, or N×channels×... of a convolution."""
+    """Features of an output N×...×features, channels of a convolution's N×channels×...."""
     sizes = shape.split("×")
     at = 1 if "Conv" in kind and len(sizes) > 2 else -1
     return int(sizes[at]) if sizes[at].isdecimal() else 0
@@ -434,7 +434,7 @@ def codecs_of(seconds: Mapping[str, Mapping[int, float]], num_workers: int) -> d
 
 
 def copy_bytes_per_s() -> float:
-    """Of the quickest of a few copies in memory."""
+    """Bandwidth of the quickest of a few copies in memory."""
     source, target = np.ones(COPIED_BYTES, np.uint8), np.empty(COPIED_BYTES, np.uint8)
     took_s = []
     for _ in range(4):

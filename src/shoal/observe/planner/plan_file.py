@@ -61,7 +61,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def options(self) -> dict[str, Any]:
-        """Of `shoal run`, by the names of its parameters."""
+        """Options of `shoal run`, by the names of its parameters."""
         found: dict[str, Any] = {
             "script": str(self.script_path),
             "args": self.args,

@@ -379,7 +379,7 @@ class BlockRunner:
         return self._graph(units, outside)
 
     def _places_taken(self, inputs: Tree) -> list[list[str]]:
-        """For each unit, the arguments of its block that depend on an earlier layer: those without
+        """Arguments of each unit's block that depend on an earlier layer: those without
         data when no layer has any.
         """
         kept = [

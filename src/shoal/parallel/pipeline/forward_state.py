@@ -238,7 +238,7 @@ def _are_close(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _versions(model: nn.Module) -> dict[int, int]:
-    """Of the tensors in attributes, by their identity: another tensor, or one written into, differs."""
+    """Versions of the tensors in attributes, by identity: another tensor, or one written into, differs."""
     return {id(value): value._version for _, _, value in attributes_of(model) if isinstance(value, Tensor)}
 
 
@@ -325,7 +325,7 @@ def _adds_up(value: Tensor, by: Tensor, parts: Sequence[tuple[Tensor, Tensor]], 
 
 
 class LeftElsewhere(Tensor):
-    """In the place of a tensor that forward left in an attribute: raises when it is used."""
+    """Stands for a tensor that forward left in an attribute elsewhere: raises when it is used."""
 
     attribute: str
 

@@ -412,7 +412,7 @@ def held_tensors(model: nn.Module, node: fx.Node) -> list[Tensor]:
 
 
 def spare_of(partition: Partition, used: Sequence[Collection[str]]) -> list[list[str]]:
-    """By stage, modules and parameters unused by the first batch that other shapes may need: assigned
+    """Modules and parameters unused by the first batch that other shapes may need, by stage: assigned
     with the layer defined before them.
 
     `used`: by stage, paths of what it uses.

@@ -472,7 +472,7 @@ class _Loss:
 
 
 class _GivenGradients:
-    """In place of a loss: backward of the outputs begins with the gradients of the script's own loss."""
+    """Replacement of a loss: backward of the outputs begins with the gradients of the script's own loss."""
 
     def __init__(self, step: PipelineStep, gradients: Sequence[Tensor | None]) -> None:
         self._step, self._gradients = step, gradients

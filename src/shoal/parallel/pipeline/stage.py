@@ -81,7 +81,7 @@ class StageRole:
 
     @property
     def gives_grad(self) -> tuple[bool, ...]:
-        """For each tensor that it gives: whether it needs a gradient."""
+        """Whether each tensor that it gives needs a gradient."""
         return (*self.segment.needs_grad, False) if self.gives_state else self.segment.needs_grad
 
 

@@ -159,7 +159,7 @@ class PsHybrid(Ddp):
         report_staleness(self.staleness, self._modules)
 
     def export_state(self) -> Part:
-        """As a worker of ddp; and which rows are on the servers, if they are."""
+        """State of a worker of ddp, and the layout of the rows on the servers, if they are there."""
         part = super().export_state()
         layout = self._rows.layout if self._rows is not None else None
         return Part({**part.plain, "laid_out_at": self._laid_out_at, "layout": layout}, part.tensors)

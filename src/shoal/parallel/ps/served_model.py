@@ -219,7 +219,7 @@ class DenseParameters:
         return all(chunk.dtype in (torch.float32, torch.float64) for chunk in self._chunks)
 
     def pull(self, clock: int, codec: str = "", unpushed: int = 0, *, some: range | None = None) -> DensePull:
-        """Of all chunks, or of `some`."""
+        """Pull of all chunks, or of `some`."""
         wanted = self._chunks if some is None else [self._chunks[number] for number in some]
         chunks = [(c.spec.number, c.spec.slot, c.nbytes) for c in wanted]
         codec = codec if self._has_codecs else ""
@@ -327,7 +327,7 @@ class ServedModel:
         *,
         rows_only: bool = False,
     ) -> None:
-        """With `rows_only` dense parameters stay with the workers."""
+        """`rows_only`: dense parameters stay with the workers."""
         self._rows_only = rows_only
         self._job, self._optimizer, self._group, self._launched = job, optimizer, group, launched
         self.rows: list[RowModule] = []

@@ -74,7 +74,7 @@ class PsSession(ReplayLog):
 
     @property
     def is_between_calls(self) -> bool:
-        """In a replacement: whether the others are in no call, and the script may read its model."""
+        """Whether the others of a replacement are in no call, so that its script may read its model."""
         return self._recovery_state is not None and self._recovery_state.call_is_over
 
     # ---- exchanges ------------------------------------------------------------------------------

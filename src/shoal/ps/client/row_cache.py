@@ -41,7 +41,7 @@ class RowCache:
         return len(self._keys)
 
     def look_up(self, keys: NDArray[np.int64], clock: int) -> tuple[NDArray[np.bool_], NDArray[Any], int]:
-        """Which of these keys are here and fresh enough at `clock`; their rows, copied; the slowest clock among them."""
+        """Look keys up: which are here and fresh enough at `clock`, copies of their rows, and the slowest clock among them."""
         places = np.empty(len(keys), np.int32)
         youngest = np.iinfo(np.int64).min
         since = youngest if self._max_age is None else clock - self._max_age + 1

@@ -205,7 +205,7 @@ class ServerCore:
         return actions + self.replica.tell_filled() + self._settle()
 
     def _trusted(self) -> dict[int, Slots]:
-        """By server, the slots of which it was primary until now: it has everything this one has of them.
+        """Slots of each server of which it was primary until now: it has everything this one has of them.
 
         In exact steps, updates beyond that will be computed here with the same bits, and its
         applied seqs include them. Relaxed ones may come in another order: then the slots are copied

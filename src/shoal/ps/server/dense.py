@@ -46,7 +46,7 @@ class DenseMemory:
 
     @property
     def descriptors(self) -> list[int]:
-        """To read each of them; they stay open."""
+        """Descriptors to read each of them; they stay open."""
         return [fd for fd, _, _ in self._memories]
 
     def alloc(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -119,7 +119,7 @@ class DenseChunk:
         groups: Sequence[Settings],
         memory: DenseMemory | tuple[torch.Tensor, tuple[int, int]],
     ) -> None:
-        """In new memory, or in that of the chunk it stands for from now on."""
+        """A chunk in new memory, or in that of the chunk it replaces."""
         self.spec, self.kind, self.groups = spec, kind, groups
         sizes = [num_elements(part) for part in spec.parts]
         self.flat, self.place = (

@@ -220,7 +220,7 @@ class Clocks:
             self._heard[rank] = (max(old, clock), _newest(old_counted, counted))
 
     def take_over(self) -> None:
-        """Slots of another server are ours now: what it counted counts here."""
+        """Take over the clocks of a lost server, with the slots that this one got of it."""
         for rank, (clock, counted) in self._heard.items():
             self._clocks[rank] = max(self._clocks.get(rank, 0), clock)
             self._counted[rank] = _newest(self._counted.get(rank, {}), counted)

@@ -323,7 +323,7 @@ class Replication:
             self._lost.add(server)
 
     def again(self) -> list[Send]:
-        """To all lost ones: unacknowledged records, unchanged. Receivers deduplicate by number."""
+        """Send unacknowledged records again, unchanged. Receivers deduplicate by number."""
         lost, self._lost = self._lost, set()
         return [each.send for server in sorted(lost) for each in self._links[server].unanswered]
 

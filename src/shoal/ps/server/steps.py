@@ -145,7 +145,7 @@ class Sum:
     num_global: float
 
     def decide(self, num_workers: int) -> tuple[float, bool]:
-        """Without a second phase: what to multiply gradients with, and whether to apply them at all."""
+        """Factor of the gradients in a step without a second phase, and whether they are applied at all."""
         count = float(self.vector[COUNT])
         losses = self.vector[LOSSES : LOSSES + num_workers]
         # Backward divided by samples. The real counts were sent with the losses.

@@ -73,7 +73,7 @@ class ForkClient:
         self.ready: ServerReady | None = None
 
     def fileno(self) -> int:
-        """For a selector: readable when there is something for `exits`, or when the server is gone."""
+        """Descriptor for a selector: readable when there is something for `exits`, or when the server is gone."""
         return self._sock.fileno()
 
     @property

@@ -154,7 +154,7 @@ class ForkServer:
 
 
 def become_child(parent_pid: int, run: Callable[[], int], *, mask: set[int | signal.Signals]) -> None:
-    """In a forked child: run with default signal handlers, die with the parent, never return into its code."""
+    """Run a forked child with default signal handlers; it dies with its parent and never returns into its code."""
     code = 1
     try:
         system.die_with_parent(parent_pid)

@@ -36,10 +36,10 @@ from shoal.runtime.transport.stripes import STRIPE_BYTES, Stripes, wake_after
 from shoal.runtime.transport.tls import TlsStream
 
 MAX_FRAMES = 4096
-"""Of one message, and as many buffers for its answer."""
+"""Frames of one message, and buffers for its answer, at most."""
 
 MAX_NEW_SEGMENTS = 64
-"""With one message."""
+"""New segments that one message may bring."""
 
 REQUEST_BYTES = 64 << 20
 """Largest sum of frames of a request that travel in the socket."""
@@ -54,7 +54,7 @@ Place: TypeAlias = tuple[int, int, int]
 """Segment (0: in the socket), offset, bytes."""
 
 DROP = memoryview(b"")
-"""In place of memory for a frame that is not wanted; it becomes empty."""
+"""Stands for the memory of a frame that is not wanted; it becomes empty."""
 
 _HEAD = struct.Struct("<QHHHxx")
 _TABLE_BYTES = _HEAD.size + 16 * MAX_NEW_SEGMENTS + 24 * 2 * MAX_FRAMES
@@ -69,7 +69,7 @@ _CUT, _CLOEXEC = int(socket.MSG_CTRUNC), system.CMSG_CLOEXEC  # as enums they co
 REQUESTS = FrameLimits(num_frames=1 + MAX_FRAMES, frames_bytes=REQUEST_BYTES + _TABLE_BYTES)
 REPLIES = FrameLimits(num_frames=1 + 2 * MAX_FRAMES, frames_bytes=REPLY_BYTES + _TABLE_BYTES)
 REMOTE_REQUESTS = FrameLimits(num_frames=1 + MAX_FRAMES, frames_bytes=REPLY_BYTES + _TABLE_BYTES)
-"""Of another host, where nothing lies in shared memory instead. A server asks for memory before it takes a large one."""
+"""Limits of another host's requests, whose frames all come in the socket. A server asks for memory before it takes a large one."""
 
 
 class Envelope(NamedTuple):

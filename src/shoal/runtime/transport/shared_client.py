@@ -54,7 +54,7 @@ BLOCKED_LOOK_S = 0.01
 
 
 class LinkReply(NamedTuple):
-    """An answer: whose it is, what it says, and those of its frames that came in the socket."""
+    """An answer with the ticket of its request, and its frames that came in the socket."""
 
     ticket: int
     message: Message

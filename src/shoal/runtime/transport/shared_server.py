@@ -666,7 +666,7 @@ class Listener:
         self._movers.submit(self._move, peer)
 
     def _move(self, peer: _Peer) -> None:
-        """In a thread: the socket and the intake are its own, the outbox it shares."""
+        """Thread of a peer: it owns the socket and the intake, and shares the outbox."""
         poller, wake = select.poll(), peer.wake
         assert wake is not None
         poller.register(wake, select.POLLIN)
@@ -749,7 +749,7 @@ class Listener:
 
 
 def _places(peer: _Peer, frames: Sequence[Bytes]) -> list[Place]:
-    """Of frames in the socket: over how many connections, and how long."""
+    """Places of frames in the socket: number of connections, and lengths."""
     stripes = peer.stripes
     return [(0, stripes.connections_for(len(frame)) if stripes else 0, len(frame)) for frame in frames]
 

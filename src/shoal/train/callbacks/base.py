@@ -212,7 +212,7 @@ class CallbackList:
         return [{"callback": type(each).__name__, "state": each.state()} for each in self._all]
 
     def load_state(self, saved: list[dict[str, Any]]) -> None:
-        """By class, in order: a script may have more or fewer callbacks than the one that saved."""
+        """Load by class, in order: a script may have more or fewer callbacks than the one that saved."""
         left = list(saved)
         for callback in self._all:
             own = next((entry for entry in left if entry["callback"] == type(callback).__name__), None)

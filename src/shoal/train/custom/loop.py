@@ -784,7 +784,7 @@ def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> Non
 
     @functools.wraps(unscale)
     def unscale_sums(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """In sums every worker finds the same infinities, so all skip the step or none does."""
+        """Unscale the summed gradients: every worker finds the same infinities, so all skip the step or none does."""
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if scaler.is_enabled():
             _refuse_scaler_apart(given)
@@ -811,7 +811,7 @@ def _refuse_scaler_apart(parameters: list[Tensor]) -> None:
 
 
 def _norm_over_stages(owners: Iterable[Tensor | None]) -> float | None:
-    """For a model in stages, where each rank has the gradients of its own. Collective."""
+    """Norm over the stages of a model, each of whose ranks has the gradients of its own. Collective."""
     known = {id(owner) for owner in owners if owner is not None}
     for loop in script.loops:
         if isinstance(loop.strategy, HoldsStages) and any(id(p) in known for p in loop.model.parameters()):

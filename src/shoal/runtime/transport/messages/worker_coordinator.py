@@ -123,9 +123,8 @@ class EnterView(Message, frozen=True, tag="enter-view"):
     # Exchanges finished; -1: none, and no state either.
     finished: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
     call: Count  # the newest call this rank has begun; 0: none
-    waited_s: Seconds = (
-        0.0  # for the others, in the exchange that broke: their patience with it is used up by so much
-    )
+    # Time that this rank had waited for the others in the exchange that broke: it is deducted from the next wait for them.
+    waited_s: Seconds = 0.0
     waited_in: str = ""
 
 
