@@ -90,7 +90,7 @@ class EstimatorSpec:
 
     scheduler: Any = None
     eval_metric_ops: Any = ()
-    """As Trainer(metrics=) takes them."""
+    """Metrics as Trainer(metrics=) takes them."""
 
     predictions: Callable[[Any], Any] | None = None
     """From the model's output to what predict gives; None: the output itself."""
@@ -160,7 +160,7 @@ class _Trained:
 
 
 _LATEST: dict[str, _Trained] = {}
-"""By model_dir, over all Estimators of this process."""
+"""Latest training by model_dir, over all Estimators of this process."""
 
 
 def _no_loss(output: Any, target: Any) -> Tensor:

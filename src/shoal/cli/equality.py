@@ -55,10 +55,10 @@ class Comparison:
     """Two runs set against each other."""
 
     tensors: tuple[Difference, ...]
-    """From the largest relative difference to the smallest."""
+    """Differences of tensors, the largest relative one first."""
 
     losses: Difference
-    """Of all steps."""
+    """Difference of the losses of all steps."""
 
     @property
     def all(self) -> tuple[Difference, ...]:

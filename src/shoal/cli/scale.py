@@ -23,7 +23,7 @@ EXAMPLES = (
 LEAVE_EXAMPLES = "\b\nExamples:\n  shoal leave click --host 2   its workers go on on the other hosts"
 
 MOVE_TIMEOUT_S = 600.0
-"""For all slots to have moved, or for the other workers to have started. Both continue after this
+"""Time for all slots to move, or for the other workers to start. Both continue after this
 command gave up waiting.
 """
 

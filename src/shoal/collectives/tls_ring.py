@@ -28,7 +28,7 @@ from shoal.runtime.transport import tls
 from shoal.runtime.transport.tls import Credentials, PlainStream, TlsStream
 
 CONNECT_TIMEOUT_S = 20.0
-"""For both neighbours of a rank: milliseconds, unless one dies just then."""
+"""Time for both neighbours of a rank to connect: milliseconds, unless one dies just then."""
 
 MAX_STRANGERS = 64
 """Connections that have not identified themselves. One more, and the oldest is closed."""

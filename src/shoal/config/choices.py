@@ -32,7 +32,7 @@ class Choice:
     """One name that an option takes."""
 
     form: str
-    """As it is typed, with its settings: `topk:ratio=0.01`."""
+    """The choice as it is typed, with its settings: `topk:ratio=0.01`."""
 
     summary: str
     """One line of help."""
@@ -114,10 +114,10 @@ class ExchangeCost(NamedTuple):
     """Messages one after the other."""
 
     sent: Callable[[int], float]
-    """By each worker, in sizes of the tensor."""
+    """Sizes of the tensor that each worker sends."""
 
     leaving: Callable[[int, int], float]
-    """From a host to others, in sizes of the tensor."""
+    """Sizes of the tensor that leave a host."""
 
 
 def ring_share(n: int) -> float:
@@ -218,7 +218,7 @@ class GradientSize(NamedTuple):
     num_bytes: float
     num_workers: int
     matrices: Sequence[tuple[int, int, int]] = ()
-    """Of each layer with weights: number of parameters, outputs, inputs. Empty where the layers are not known."""
+    """Layers with weights: number of parameters, outputs, inputs. Empty where the layers are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +250,7 @@ class CompressorChoice(Choice):
     """Bytes that a sum of gradients moves, by its settings, in those of an all-reduce without compression."""
 
     codec: PushCodec | None = field(kw_only=True, default=None)
-    """With servers. None: the compressor is for all-reduce alone."""
+    """Codec of pushes to servers. None: the compressor is for all-reduce alone."""
 
     @property
     def push(self) -> str:

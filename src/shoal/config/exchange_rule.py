@@ -22,7 +22,7 @@ Measured = Mapping[int, Mapping[int, Mapping[str, float]]]
 """Seconds by number of workers, bytes and exchange."""
 
 ON_ONE_HOST, ON_SEVERAL, ONE_EACH = "shm", "hierarchical", "native"
-"""Without a measurement, at every size: on one host, on several, and if no host has two workers to sum between.
+"""Exchanges without a measurement, at every size: on one host, on several, and if no host has two workers to sum between.
 
 benchmarks/results/README.md has the measurements behind it.
 """

@@ -77,7 +77,7 @@ class Fault:
     """How long a pause or a slowness lasts; 0 for ever."""
 
     by_s: float = 0.0
-    """Of a slowness: how much longer every pass of the failpoint takes."""
+    """Slowness: how much longer every pass of the failpoint takes."""
 
     incarnation: int = 0
     """Incarnation: 0 the first process, 1 its first replacement; -1 every one."""
@@ -98,7 +98,7 @@ class Faults:
     """A plan of faults. Every method returns a longer one."""
 
     planned: tuple[Fault, ...] = ()
-    """In the order in which they were written."""
+    """Faults in the order in which they were written."""
 
     def kill(
         self,

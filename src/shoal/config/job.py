@@ -38,7 +38,7 @@ class VerifyPlan:
     """In one process: run every batch as the slices of so many workers in turn, with the workers' seeds."""
 
     num_micro: int | None = None
-    """In one process: run every slice in so many parts, as the micro-batches of a pipeline; None: as the script says."""
+    """Micro-batches of one process: run every slice in so many parts, as the micro-batches of a pipeline; None: as the script says."""
 
     at_rest: tuple[str, ...] = ()
     """Modules that stay in evaluation mode: those whose result depends on how a batch is cut."""
@@ -47,7 +47,7 @@ class VerifyPlan:
     """For `shoal plan`, in one process: ranks that share a batch and shards of fsdp, whose memory report.json is to tell."""
 
     stands_for: int = 1
-    """In one process: of how many workers it is the reference. What they are given each, it is given for all of them."""
+    """Workers of which one process is the reference. What they are given each, it is given for all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Job(ParallelOptions):
     """Number of the launch within its run: `shoal resume` begins the next."""
 
     strategy: str = "single"
-    """As given to --strategy."""
+    """Strategy as given to --strategy."""
 
     launched: bool = False
     """True under `shoal run`: there is a supervisor, a coordinator and a run directory."""

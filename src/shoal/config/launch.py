@@ -32,7 +32,7 @@ COLOCATED = "colocated"
 """Number of servers: one on each host that has workers."""
 
 MAX_RESTARTS = 1000
-"""Of one worker, without a step between. Beyond it a crash loop would fill the disk with its logs."""
+"""Restarts of one worker without a step between. Beyond it a crash loop would fill the disk with its logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class GivenOption:
     """One option of `shoal run`, and its origin."""
 
     value: bool | int | float | str | None
-    """As it was resolved."""
+    """Value as it was resolved."""
 
     origin: str
     """`command line`, `default`, or the file of --config."""
@@ -404,7 +404,7 @@ class RunConfig(ParallelOptions):
     """Folder the script ran in."""
 
     strategy: str
-    """As given to --strategy, or chosen by the number of workers."""
+    """Strategy as given to --strategy, or chosen by the number of workers."""
 
     workers: int
     """How many workers shared one global batch."""
@@ -419,7 +419,7 @@ class RunConfig(ParallelOptions):
     """Given, or drawn."""
 
     threads: int
-    """Of each worker."""
+    """Threads of each worker."""
 
     step_timeout_s: float
     """How long a rank waited for the others within one step."""
@@ -452,7 +452,7 @@ class RunConfig(ParallelOptions):
     """The etcd in which the head is recorded, without user and password; empty: none."""
 
     versions: Versions
-    """Of what it ran with."""
+    """Versions of what it ran with."""
 
     started: float
     """Seconds since 1970."""

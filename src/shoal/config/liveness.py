@@ -21,7 +21,7 @@ class LivenessConfig:
     """
 
     heartbeat_interval_s: float = 2.0
-    """Between two heartbeats: supervisor to coordinator, coordinator to every server."""
+    """Interval of heartbeats: supervisor to coordinator, coordinator to every server."""
 
     step_timeout_s: float = 300.0
     """Silence of a rank within a step, or of a server, that makes it suspect: it is killed and replaced."""
@@ -39,7 +39,7 @@ class LivenessConfig:
     """A worker or server that cannot reach the coordinator for so long gives up. A restarted one is back within a second."""
 
     host_heartbeat_s: float = 0.5
-    """Between two heartbeats of a host agent, and of the head to it."""
+    """Interval of heartbeats of a host agent, and of the head to it."""
 
     host_dead_after_s: float = 3.0
     """Silence after which a host is lost: the head counts its processes as dead, and its agent kills them."""

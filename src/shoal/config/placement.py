@@ -31,7 +31,7 @@ trying a partition (NCCL).
 KINDS = (AUTO, CPU, "cuda", "xpu", "mps", "mtia", "hpu", "npu")
 
 OTHER_NAMES = {"gpu": "cuda"}
-"""As other libraries call them."""
+"""Names of other libraries for a kind of device."""
 
 FORMS = {
     AUTO: "an accelerator for every worker where there are enough of them, else the CPU for all",

@@ -113,7 +113,7 @@ STRATEGIES = Registry(
 """An implementation is called with the Job and gives a Strategy."""
 
 MAX_BOUND = 1_000_000
-"""Of K. Beyond it a bound is none, and the name for that is ps:async."""
+"""Largest K. Beyond it a bound is none, and the name for that is ps:async."""
 
 
 # ---- meshes -----------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class StrategyName(NamedTuple):
     """K of ssp, drop and hybrid; None where there is none."""
 
     axes: Axes | None = None
-    """Of a mesh; a degree of 0 stands for all workers."""
+    """Axes of a mesh; a degree of 0 stands for all workers."""
 
     @property
     def has_servers(self) -> bool:

@@ -201,7 +201,7 @@ class Order(ABC):
     """The samples of a dataset in the order of an epoch."""
 
     name = ""
-    """Of the stage, as in the method that makes it."""
+    """Name of the stage, as of the method that makes it."""
 
     is_computed = False
     """True where indices come out of arithmetic, which is cheaper over many positions at once."""

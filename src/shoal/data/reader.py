@@ -32,11 +32,11 @@ class ReadRequest:
     """Samples to be read together."""
 
     indices: Indices
-    """Of the source, in the order of the samples wanted."""
+    """Indices of the source, in the order of the samples wanted."""
 
     epoch: int
     position: int
-    """Of the first sample in the epoch; the others follow it."""
+    """Position of the first sample in the epoch; the others follow it."""
 
     places: NDArray[np.int64] | None = None
     """Distance of each sample from the first, where some between them are left out."""
@@ -190,7 +190,7 @@ class DataPosition(TypedDict):
     """Position within the epoch of the first sample not given yet."""
 
     seed: int
-    """Of the shuffle."""
+    """Seed of the shuffle."""
 
     data: str
     """Digest of the dataset: changes with its sources, stages and seeds, not with the size of batches."""

@@ -129,9 +129,9 @@ class SampleCosts:
         self._column: str | None = None
         self._kept: NDArray[Any] | None = None
         self.name = ""
-        """For people."""
+        """Name in messages."""
         self.identity = ""
-        """For ranks to compare."""
+        """Identity that ranks compare."""
         if isinstance(cost, str):
             self.name = cost if cost in _KNOWN else f"column '{cost}'"
             self._column = None if cost in _KNOWN else cost
@@ -321,7 +321,7 @@ class Sharding:
     """One way of cutting batches over workers: into parts that differ by at most one sample, unless said otherwise."""
 
     name = ""
-    """As in `Batches.shard`; "" where nothing was said."""
+    """Name as in `Batches.shard`; "" where nothing was said."""
 
     def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
         """`num_workers` + 1 ascending bounds within [0, stop - start], of the batch at these positions."""
@@ -413,7 +413,7 @@ class BySpeed(Sharding):
 
     def __init__(self) -> None:
         self.weights: tuple[float, ...] = ()
-        """Of the workers there are; empty: equal, nothing was measured yet."""
+        """Weights of the present workers; empty: equal, nothing was measured yet."""
 
     def cuts(self, start: int, stop: int, num_workers: int, epoch: int) -> Sequence[int]:
         if len(self.weights) != num_workers:
@@ -484,10 +484,10 @@ class ShardPlan:
     """One of SHARD_KINDS."""
 
     cost: Any = None
-    """Of `balanced`."""
+    """Cost that `balanced` balances."""
 
     weights: Any = None
-    """Of `weighted`."""
+    """Weights of `weighted`."""
 
     drain_slower_than: float | None = DRAIN_SLOWER_THAN
     """Of `dynamic`."""

@@ -54,7 +54,7 @@ class Skipped:
 
     epoch: int
     index: int
-    """Of the dataset's source, as in `Slice.indices`."""
+    """Index in the dataset's source, as in `Slice.indices`."""
 
     error: BadSample
     stage: str = "source"

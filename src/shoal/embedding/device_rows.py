@@ -40,7 +40,7 @@ def _adam(values: Tensor, state: Tensor, grads: Tensor, numbers: Sequence[float]
 
 
 ON_DEVICE: dict[str, Rule] = {"sgd": _sgd, "adagrad": _adagrad, "adam": _adam}
-"""By name of the rule: change values and state in place, gradients are scratch. In the order of operations of the numba loop of
+"""Updates by name of the rule: change values and state in place, gradients are scratch. In the order of operations of the numba loop of
 that name, which is what runs on a CPU: there torch's square root has other last bits."""
 
 

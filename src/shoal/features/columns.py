@@ -20,14 +20,14 @@ from shoal.errors import ConfigError, DataError, NoSuchColumn
 from shoal.runtime.kernel_cache import kernel, matrix, mixed, types, vector
 
 PADDING = -1
-"""Of lists of whole numbers, behind their end."""
+"""Padding behind the end of lists of whole numbers."""
 
 
 class Tokens(NamedTuple):
     """Strings or whole numbers of one shape."""
 
     values: NDArray[Any]
-    """Of np.str_, or of int64."""
+    """Values as np.str_ or int64."""
 
     missing: NDArray[np.bool_]
     """NaN, None and the empty string; those stand in `values` as 0 and ''."""

@@ -85,7 +85,7 @@ class Sketch:
         self._flips: list[int] = [0]
         self.count = 0
         self.max_error = 0
-        """By how much, at most, the rank of any number is wrong."""
+        """Largest error of the rank of any number."""
         self.low, self.high = np.inf, -np.inf
 
     def add(self, values: Floats) -> None:

@@ -722,7 +722,7 @@ def _nothing(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
 
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Between a compiled model and the same uncompiled, by dtype; others 1e-2."""
+"""Tolerance between a compiled model and the same uncompiled, by dtype; others 1e-2."""
 
 
 def outputs_and_gradients(

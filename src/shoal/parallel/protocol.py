@@ -63,7 +63,7 @@ class TrainJob:
     """The user's own, if it is an instance and no function: a strategy that partitions parameters rebinds it."""
 
     training_step: Callable[..., Any] | None = None
-    """Of the user's: the loss of a batch, by `(model, batch)` or `(model, batch, name of the optimizer)`."""
+    """The user's own: the loss of a batch, by `(model, batch)` or `(model, batch, name of the optimizer)`."""
 
     turn: Turn | None = None
     """Whose turn it is, where a model has several optimizers; set before each forward_backward."""
@@ -81,13 +81,13 @@ class TrainJob:
     """Run forward in this precision."""
 
     loss_scale: LossScale | None = None
-    """For fp16: backward begins with the loss times its value, and the commit divides by it."""
+    """Loss scale of fp16: backward begins with the loss times its value, and the commit divides by it."""
 
     cast_inputs: torch.dtype | None = None
     """Floating inputs and targets are cast to this; set by `shoal verify`."""
 
     tensor_plan: Mapping[str, str] | None = None
-    """Of the user's: pattern of layer names to "colwise", "rowwise" or "replicated"; for tp."""
+    """The user's plan: pattern of layer names to "colwise", "rowwise" or "replicated"; for tp."""
 
     pipeline_cut: Sequence[str] | None = None
     """User's choice for pp: names of the layers at which stages begin, without the first."""
@@ -143,10 +143,10 @@ class LossSum:
     total: torch.Tensor
     count: float
     outputs: Tree | None
-    """In the order of the slice; None when all of it was borrowed."""
+    """Outputs in the order of the slice; None when all of it was borrowed."""
 
     on_its_way: tuple[torch.Tensor, torch.Event] | None = None
-    """For a total on a device: its place in host memory, and the event of its arrival."""
+    """A total on a device: its place in host memory, and the event of its arrival."""
 
     named: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """By name: sum and count of the loss's parts beside its total."""
@@ -210,7 +210,7 @@ class Piece:
     """Offset of this part in the whole tensor; all zeros if it is whole."""
 
     changed_keys: str = ""
-    """For a table with only changed rows: the piece with their keys."""
+    """A table with only changed rows: the piece with their keys."""
 
 
 @runtime_checkable
@@ -320,7 +320,7 @@ class LayerPlace:
     """Whether each of them holds a part."""
 
     stage: int | None = None
-    """Of a pipeline. Values that go from one stage to another are sent."""
+    """Stage of a pipeline. Values that go from one stage to another are sent."""
 
     sends: tuple[tuple[str, dict[str, float]], ...] = ()
     """Traffic, as multiples of the layer's "parameters", "input" or "output" in bytes; {}: known only at run time."""
@@ -419,7 +419,7 @@ class Round:
 
     num_steps: int
     num_samples: int
-    """Of all parts together."""
+    """Samples of all parts together."""
 
     next_index: int
     """Position in the epoch after its last batch."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LIMIT_BYTES = 8 << 20
-"""Of the lists of one connection, at each end."""
+"""Bytes of the lists of one connection, at each end."""
 
 Keys = NDArray[np.int64]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shoal.config.liveness import LivenessConfig
 
 BEAT_EVERY_S = 1.0
-"""From one turn of a loop to the next, where nothing else happens."""
+"""Interval of a loop that has nothing else to do."""
 
 
 @dataclass(slots=True)

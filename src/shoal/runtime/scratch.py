@@ -18,7 +18,7 @@ from shoal.config import job as jobs
 from shoal.runtime import own_files
 
 NAME = "scratch"
-"""Of the folder in a run directory."""
+"""Name of the folder in a run directory."""
 
 _PREFIX = "shoal-scratch-"
 _OWNER = "owner"  # a file that says whose directory it is

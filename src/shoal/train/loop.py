@@ -87,7 +87,7 @@ class FitLoop:
         self._log: MetricsLog | None = None
         self._epoch_log: MetricsLog | None = None
         self._measured_epoch = 0
-        """From 1: the epoch of this fit that was measured last."""
+        """The epoch of this fit that was measured last, from 1."""
 
         self._step_loss: float | None = None
         self._snapshots = Snapshots(trainer)

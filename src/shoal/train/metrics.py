@@ -273,10 +273,10 @@ class MetricPart:
     num_updates: int = 0
     num_samples: int = 0
     task: Task | None = None
-    """As inferred from the first batch; None on a rank that saw none."""
+    """Task as inferred from the first batch; None on a rank that saw none."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By metric, module within it, and state."""
+    """Tensors by metric, module within it, and state."""
 
 
 def pack_parts(parts: list[MetricPart]) -> Tensor:

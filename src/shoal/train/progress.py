@@ -96,7 +96,7 @@ class FitStart:
     """Epoch and step at which the fit began, from which its limits count."""
 
     began_s: float
-    """By the monotonic clock of this process."""
+    """Begin by the monotonic clock of this process."""
 
     began_samples: int
     place: LoopPlace = BEFORE_A_STEP

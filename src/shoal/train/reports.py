@@ -184,7 +184,7 @@ class MetricsLog:
     def __init__(self, path: Path, *, from_step: int) -> None:
         self._path = path
         self.dropped: dict[int, int] = {}
-        """By epoch: samples of steps that an earlier run had trained, and that are trained again."""
+        """Samples of steps that an earlier run had trained and that are trained again, by epoch."""
 
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path not in _written_here:

@@ -26,7 +26,7 @@ NUM_WARM_STEPS = 10
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 SHORT_SIZES = [4 << 10, 1 << 20, 8 << 20]
 SHORT_S = 3.0
-"""In less, the largest tensors are left out: three rounds of all exchanges alone would take longer."""
+"""Shortest time of a case: in less, the largest tensors are left out: three rounds of all exchanges alone would take longer."""
 
 MAX_ROUNDS = 200
 
@@ -205,7 +205,7 @@ def _medians(reducers: dict[str, Reducer], group: Native, size: int, seconds: fl
 
 
 CODEC_SIDES = (128, 1024)
-"""Of square gradients: 64 KiB and 4 MiB."""
+"""Sides of square gradients: 64 KiB and 4 MiB."""
 
 
 def run_codecs(out: Path, times: int) -> None:

@@ -38,7 +38,7 @@ LETTERS = {kind: kind[0] for kind in BUSY} | {
     "checkpoint": "k",
     "other": ".",
 }
-"""For a terminal or a file without colours."""
+"""Letters of activities, for a terminal or a file without colours."""
 
 MAX_ROWS = 40
 

@@ -40,7 +40,7 @@ APPLICATION_ID = int.from_bytes(b"SHOL", "big")
 VERSION = 1
 
 BUSY_TIMEOUT_S = 5.0
-"""For a user who has the file open by hand. Two coordinators never share it: the supervisor reaps the first."""
+"""Wait for a user who has the file open by hand. Two coordinators never share it: the supervisor reaps the first."""
 
 _SCHEMA = """
 CREATE TABLE launches (launch INTEGER PRIMARY KEY, started REAL NOT NULL, num_workers INTEGER NOT NULL);

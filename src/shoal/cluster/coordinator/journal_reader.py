@@ -52,7 +52,7 @@ class Launch:
     num_workers: int
     started: float
     facts: list[tuple[float, Fact]] = field(default_factory=list)
-    """With the time of each, in seconds since 1970."""
+    """Facts with their times, in seconds since 1970."""
 
 
 def read_launches(run: Path) -> list[Launch]:

@@ -324,7 +324,7 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Injected faults, by failpoint."""
 
     credentials: Credentials | None = None
-    """For processes of other hosts, which connect through the descriptor `tcp_listener`."""
+    """Credentials for processes of other hosts, which connect through the descriptor `tcp_listener`."""
 
 
 def main(spec: bytes, fds: dict[str, int]) -> int:

@@ -62,13 +62,13 @@ class ServersConfig:
     """Servers of a job, as configured for the coordinator."""
 
     num_servers: int = 0
-    """At launch; 0 where the job has none."""
+    """Servers at launch; 0 where the job has none."""
 
     num_copies: int = 1
     """Of every slot, the primary's among them."""
 
     max_servers: int = 0
-    """To how many the group can be scaled."""
+    """Most servers that the group can be scaled to."""
 
     hosts: tuple[int, ...] = ()
     """Home of each server by number; empty on one host."""

@@ -89,7 +89,7 @@ class Stragglers:
     config: DrainConfig
     paces: dict[int, Pace] = field(default_factory=dict)
     drained: dict[int, float] = field(default_factory=dict)
-    """By rank: when it may be probed next."""
+    """Time of the next probe of each drained rank."""
 
     def finished(self, rank: int, num_samples: int, busy_s: float, at: float) -> Drained | Readmitted | None:
         """Record the seconds of its own that a worker spent on a lease; returns the decision, if it changed."""

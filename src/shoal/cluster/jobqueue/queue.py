@@ -72,7 +72,7 @@ class QueueEntry:
     ended: float | None
     exit: int | None
     pid: int | None
-    """Of its `shoal run`."""
+    """Process of its `shoal run`."""
 
     born: float | None
     """Creation time of that process, since pids are reused."""

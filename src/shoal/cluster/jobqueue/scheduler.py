@@ -44,7 +44,7 @@ class JobRequest:
     """A job as the scheduler knows it."""
 
     id: int
-    """In the order of submission."""
+    """Number in the order of submission."""
 
     need: Amount
     """On each of its hosts."""

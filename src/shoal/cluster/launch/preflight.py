@@ -24,7 +24,7 @@ FILES_PER_PEER = 3
 """A server's connection to a worker or another server, a descriptor that leads to it, and messages in flight."""
 
 SPARE_FILES = 32
-"""For everything that does not grow with the workers, and the far ends while one is started."""
+"""Descriptors for everything that does not grow with the workers, and the far ends while one is started."""
 
 MAX_PROCESSES_PER_CORE = 32
 """Trying a large job on a small machine is fine; beyond this, workers mostly wait for a core and meet late."""

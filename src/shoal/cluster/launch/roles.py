@@ -65,7 +65,7 @@ numba stands for all compiled loops.
 
 
 PRELOAD_WITH_SERVERS = ("numba", "shoal.ps.server.process", "shoal.ps.server.core", "shoal.parallel.ps.exact")
-"""For servers, and for workers that have servers."""
+"""Modules that servers need, and workers that have servers."""
 
 
 PRELOAD_WITH_MESH = "shoal.parallel.mesh"

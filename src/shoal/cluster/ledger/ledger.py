@@ -112,7 +112,7 @@ class CallAttempt:
     launch: int
     began: TrainingBegan
     first: dict[int, int]
-    """By rank: the first incarnation that is in it."""
+    """The first incarnation of each rank that is in it."""
 
     done: list[RangesTrained] = field(default_factory=list)
 

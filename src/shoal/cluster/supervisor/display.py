@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LINE_EVERY_S = 5.0
-"""Between two plain lines of the same phase."""
+"""Interval of plain lines of the same phase."""
 
 MAX_EPOCH_LINES = 100
 """Epochs of a fit that get a line each; with more of them, one line a second."""
 
 EPOCH_LINE_EVERY_S = 1.0
-"""Between two plain lines of different epochs: short epochs need not fill a page."""
+"""Interval of plain lines of different epochs: short epochs need not fill a page."""
 
 DRAW_EVERY_S = 0.125
 
@@ -48,7 +48,7 @@ SILENT_AFTER_S = 1.5
 """A start that takes longer is explained."""
 
 RETRY_S = 0.05
-"""Between two attempts to write to a stream without a reader."""
+"""Interval of attempts to write to a stream without a reader."""
 
 MAX_PENDING_BYTES = 16 << 20
 """Output buffered for a stream without a reader (a pager left alone); beyond it the scripts' prints block."""

@@ -387,19 +387,19 @@ class RestartConfig:
     """A coordinator that served this long did not die of its start or its first requests."""
 
     grace_s: float = 60.0
-    """From being asked to leave to being killed."""
+    """Time from the request to leave to the kill."""
 
     blame_s: float = 1.0
     """Time that a broken exchange waits for a better explanation."""
 
     settle_s: float = 0.5
-    """From the cause to the kill: time for the other processes to flush their output."""
+    """Delay from the cause to the kill: time for the other processes to flush their output."""
 
     exit_s: float = 30.0
     """From the last script's end to the end of its process."""
 
     reap_s: float = 10.0
-    """From the kill to its confirmation. Longer only if the kernel itself is stuck, for example in a dead disk."""
+    """Time from the kill to its confirmation. Longer only if the kernel itself is stuck, for example in a dead disk."""
 
 
 class JobLifecycle:

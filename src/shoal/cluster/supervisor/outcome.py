@@ -58,7 +58,7 @@ class JobOutcome:
     """Restarts of all processes from a checkpoint, because servers were lost."""
 
     leases: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By rank: leases and samples it has finished. Empty where the strategy hands out none."""
+    """Leases and samples that each rank has finished. Empty where the strategy hands out none."""
 
     sharding: dict[str, Any] = field(default_factory=dict)
     """Evenness of the newest fit's batches, where they are balanced by sample cost."""
@@ -71,7 +71,7 @@ class JobOutcome:
     """The script trains by shoal.setup."""
 
     coordinator_last_lines: list[str] = field(default_factory=list)
-    """Of its log, once it is gone."""
+    """Last lines of its log, once it is gone."""
 
 
 def error_of(outcome: JobOutcome, *, num_workers: int, run: str) -> ShoalError | None:

@@ -119,7 +119,7 @@ class SignalInbox:
 
 
 REAP_TIMEOUT_S = 10.0
-"""From SIGKILL to its confirmation. Longer only if the kernel itself is stuck (a dead disk)."""
+"""Time from SIGKILL to its confirmation. Longer only if the kernel itself is stuck (a dead disk)."""
 
 PAUSE_POLL_S = 0.05
 """Interval of checks on a process that a fault may have paused and that must be woken."""

@@ -44,7 +44,7 @@ REPORT_EVERY_S = 0.1
 """Minimum interval of progress reports, except where a phase or an epoch begins or ends."""
 
 SEND_TIMEOUT_S = 10.0
-"""For messages that must arrive. The supervisor reads all the time; after this long without reading it is gone."""
+"""Time-out of messages that must arrive. The supervisor reads all the time; after this long without reading it is gone."""
 
 
 @dataclass(slots=True)

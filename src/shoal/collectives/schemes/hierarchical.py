@@ -27,7 +27,7 @@ from shoal.collectives.shm import KINDS, Shm
 from shoal.config.job import Job
 
 SLICE_BYTES = 1 << 20
-"""Of a piece, the bytes that each host adds up: the ranks of a host wait for each other twice per piece, so few pieces."""
+"""Bytes of a piece that each host adds up. The ranks of a host wait for each other twice per piece, so few pieces."""
 
 SMALL_BYTES = 256 << 10
 """A tensor up to this size is not cut: one rank of a host takes it around the ring."""

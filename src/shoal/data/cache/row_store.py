@@ -32,7 +32,7 @@ from shoal.errors import BlockDamaged, CacheFull
 from shoal.runtime import scratch
 
 UNLIMITED = 1 << 62
-"""As many bytes as there are."""
+"""Limit of a store without one."""
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _COUNTERS = (
@@ -96,7 +96,7 @@ class RowStore:
         control = mmap.mmap(self._fds[0], self._control_bytes)
         self._counters = np.frombuffer(control, np.int64, _COUNTERS)
         self.flags = np.frombuffer(control, np.uint8, spec.num_parts, _COUNTERS * 8)
-        """By part: 0 while it is absent."""
+        """State of each part: 0 while it is absent."""
         self._ram = self._rows(0, self._control_bytes, spec.num_ram_rows)
         self._disk = self._rows(1, 0, spec.num_rows - spec.num_ram_rows)
         self._heaps = (Heap(self._fds[2], is_on_disk=False), Heap(self._fds[3], is_on_disk=True))

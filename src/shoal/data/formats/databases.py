@@ -31,7 +31,7 @@ class SqlColumn(NamedTuple):
 
     name: str
     kind: pa.DataType
-    """As it arrives."""
+    """Type as it arrives."""
 
     expression: str
     """SQL for it: its name, quoted, perhaps in a cast."""
@@ -77,7 +77,7 @@ class Database(Protocol):
     """A dialect: opens sessions, whose methods raise `ConnectionGone` or `QueryRefused`."""
 
     place: str
-    """For people: a URL without its password."""
+    """Address for messages: a URL without its password."""
 
     def connect(self) -> Session:
         """A new session, or `ConnectionGone` with the reason."""

@@ -30,7 +30,7 @@ from shoal.errors import FileDamaged
 from shoal.runtime.kernel_cache import INT, kernel, matrix, types, vector
 
 BLOCK_BYTES = 4 << 20
-"""Of text; a block is this long and ends with its row."""
+"""Bytes of text in a block, which is this long and ends with its row."""
 
 ROW_BYTES_LIMIT = 64 << 20
 """Longest row. A file without line ends is no file of rows, and would be read into memory as one."""

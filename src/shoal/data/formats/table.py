@@ -25,10 +25,10 @@ class Column:
 
     name: str
     dtype: np.dtype[Any]
-    """Of one element; uint8 for text and bytes, whose rows are ragged."""
+    """Type of one element; uint8 for text and bytes, whose rows are ragged."""
 
     shape: tuple[int, ...] = ()
-    """Of one row: () a number, (k,) a list of always k numbers. Of a ragged column, ()."""
+    """Shape of one row: () a number, (k,) a list of always k numbers; () in a ragged column."""
 
     is_ragged: bool = False
     """Rows are lists of several lengths, and come as a `Ragged`."""
@@ -37,7 +37,7 @@ class Column:
     """Text is a ragged column of UTF-8; bytes are what they are."""
 
     is_list: bool = False
-    """Of text and bytes: rows are lists of them, packed by `pack_lists`."""
+    """Whether rows of text or bytes are lists of them, packed by `pack_lists`."""
 
     @classmethod
     def text(cls, name: str, *, is_list: bool = False) -> Column:
@@ -116,10 +116,10 @@ class TableBlock:
     """About, decoded."""
 
     where: str
-    """For messages: "clicks-03.parquet, row group 7"."""
+    """Place for messages: "clicks-03.parquet, row group 7"."""
 
     first_row: int = 0
-    """Of its file, from 0; messages count from 1."""
+    """Number of its first row in the file, from 0; messages count from 1."""
 
 
 Address = Callable[[int], dict[str, Any]]
@@ -157,7 +157,7 @@ class DecodedRows:
 
     num_rows: int
     columns: dict[str, NDArray[Any] | Ragged]
-    """By name, as the schema says: [num_rows, *shape], or a Ragged of num_rows."""
+    """Columns by name, as the schema says: [num_rows, *shape], or a Ragged of num_rows."""
 
     bad: Mapping[int, BadSample] = field(default_factory=dict)
     """Row within the block to its error; its columns hold placeholder values of the right type."""

@@ -57,10 +57,10 @@ class StreamingConfig:
     """Parts of the result."""
 
     max_attempts: int = 4
-    """Of a task; Hadoop's default."""
+    """Attempts of a task; Hadoop's default."""
 
     split_bytes: int = SPLIT_BYTES
-    """Of a map task; a compressed file is one."""
+    """Bytes of a map task; a compressed file is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class _MapTask:
     config: StreamingConfig
     folder: str
     directory: str
-    """In which the command was given: programs are named from there."""
+    """Directory of the command: programs are named from there."""
 
     def __call__(self, split: _Split) -> None:
         config = self.config

@@ -75,7 +75,7 @@ class Claim:
     def __init__(self, path: Path, fd: int, attempts: list[Attempt], num_bytes: int) -> None:
         self._path, self._fd, self._begin = path, fd, num_bytes
         self.attempts = attempts
-        """Those before this one."""
+        """Attempts before this one."""
         self._next_beat = 0.0
 
     def beat(self) -> None:
@@ -453,7 +453,7 @@ class MapInput(NamedTuple):
     """Input of one call of the map function."""
 
     what: str
-    """For messages: which samples these are."""
+    """Name of these samples in messages."""
 
     value: Any
     """A sample, or a batch of samples."""

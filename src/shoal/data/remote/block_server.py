@@ -67,7 +67,7 @@ _COMING_TIMEOUT_S = 10.0  # two hosts that wait for each other's block stop here
 _RELAYS = 8  # blocks waiting to be forwarded; more block the sender
 
 INTRODUCTION_TIMEOUT_S = 10.0
-"""For the handshake and the first message of a connection."""
+"""Time-out of the handshake and the first message of a connection."""
 
 MAX_STRANGERS = 64
 """Connections that have not identified themselves; of more the oldest is closed."""

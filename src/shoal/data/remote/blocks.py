@@ -18,7 +18,7 @@ from typing import NamedTuple
 from shoal.errors import FileLost
 
 BLOCK_BYTES = 4 << 20
-"""Of a block, but for the last one of a file. Large enough that a request costs little beside its bytes."""
+"""Bytes of a block, but for the last one of a file. Large enough that a request costs little beside its bytes."""
 
 
 class FileBlock(NamedTuple):

@@ -30,7 +30,7 @@ LIMITS = FrameLimits(num_frames=1, frames_bytes=BLOCK_BYTES)
 CONNECT_TIMEOUT_S = 5.0
 
 ANSWER_TIMEOUT_S = 60.0
-"""For one block between two hosts. A block server that is busy for longer is asked again, or another is."""
+"""Time-out of one block between two hosts. A block server that is busy for longer is asked again, or another is."""
 
 _ADDRESS = "address"  # file in a host's folder
 

@@ -107,7 +107,7 @@ class DerivedSource(Source):
     """Other sources with an operation on their samples. The number of samples is computed on demand."""
 
     name = ""
-    """Of the stage, as in the method that makes it."""
+    """Name of the stage, as of the method that makes it."""
 
     def __init__(self, *inputs: Source) -> None:
         self._source, self._inputs = inputs[0], inputs

@@ -43,7 +43,7 @@ _INLINE_BYTES = 512
 """Arrays smaller than this are not worth a place of their own."""
 
 _KEPT_SEGMENTS = 4
-"""Of one process, free and waiting to be used again."""
+"""Segments of one process that are free and kept for its next batch."""
 
 _MAX_USED_SEGMENTS = 16
 """Segments of one process held by a consumer's values; beyond, values are copied out. Each costs a descriptor here."""
@@ -54,10 +54,10 @@ class Parcel(NamedTuple):
 
     segment: int
     num_bytes: int
-    """Of the whole segment."""
+    """Bytes of the whole segment."""
 
     begin: int
-    """Of the list of what lies where in it."""
+    """Begin of the list of what lies where in it."""
 
     end: int
     dropped: tuple[int, ...]
@@ -246,7 +246,7 @@ class ReadOutcome(NamedTuple):
     value: Any
     error: BaseException | None = None
     traceback: str = ""
-    """Of the error, in the reader: no exception can take it along."""
+    """Traceback of the error in the reader: no exception can take it along."""
 
     told: tuple[tuple[str, dict[str, Any]], ...] = ()
     """Events since the last answer, for the record."""

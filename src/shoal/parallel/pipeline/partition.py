@@ -84,7 +84,7 @@ class Partition:
     """Modules whose inside was traced."""
 
     meta_copy: MetaCopy | None = None
-    """For tracing batches of other shapes; None where the forward does not branch on them, or cannot be copied."""
+    """Copy for tracing batches of other shapes; None where the forward does not branch on them, or cannot be copied."""
 
     def forget(self) -> None:
         """Release the example values, and with them weights."""

@@ -47,10 +47,10 @@ class PipelineCut:
     """Number of the layer at which each stage begins; the first is 0."""
 
     costs: tuple[float, ...]
-    """Of each layer, in whatever unit it was measured."""
+    """Cost of each layer, in whatever unit it was measured."""
 
     sizes: tuple[int, ...]
-    """Of each layer, in elements of its parameters."""
+    """Size of each layer, in elements of its parameters."""
 
     @property
     def num_stages(self) -> int:

@@ -94,10 +94,10 @@ class PipelineStep:
     """The seed of a micro-batch."""
 
     takes: Mapping[tuple[int, int], Any]
-    """By stage and number of samples: the description of the values that come in."""
+    """Description of the values that come in, by stage and number of samples."""
 
     roles: Mapping[tuple[int, int], StageRole]
-    """By stage and number of samples."""
+    """Roles by stage and number of samples."""
 
     outputs: dict[int, Any] = field(default_factory=dict)
     """Outputs of the last stage, by micro-batch."""

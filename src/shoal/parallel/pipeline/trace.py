@@ -100,7 +100,7 @@ class StageSegment:
     """Called with a SegmentModule, the inputs and the taken values."""
 
     needs_grad: tuple[bool, ...]
-    """For each given tensor, in packing order: whether it needs a gradient."""
+    """Whether each given tensor needs a gradient, in packing order."""
 
     draws: bool
     """Whether it draws random numbers."""

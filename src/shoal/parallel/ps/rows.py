@@ -64,7 +64,7 @@ class PlacementPlan:
     """Placement of a model's embeddings."""
 
     taken: list[PlacedEmbedding]
-    """Those that become rows."""
+    """Embeddings that become rows."""
 
     dense: dict[str, str]
     """Name of the weight: reason why it stays dense."""

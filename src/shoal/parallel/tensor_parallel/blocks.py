@@ -60,7 +60,7 @@ class Block:
     """The module whose forward runs all of them."""
 
     styles: Mapping[str, str]
-    """By name within it."""
+    """Styles of its layers, by name within it."""
 
     source: str
 

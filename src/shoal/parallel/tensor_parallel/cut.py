@@ -41,7 +41,7 @@ from shoal.parallel.tensor_parallel.packing import as_strided_shard, split_block
 from shoal.parallel.tensor_parallel.plan import NORMS, TensorPlan
 
 SEQUENCE_DIM = 1
-"""Of activations between pairs: (batch, sequence, features), or with the first two swapped, which serves as well."""
+"""Sequence dimension of activations between pairs: (batch, sequence, features), or with the first two swapped, which serves as well."""
 
 
 def apply(plan: TensorPlan, model: nn.Module, mesh: DeviceMesh) -> None:

@@ -45,7 +45,7 @@ class Packing:
 
     degree: int = 1
     num_blocks: Mapping[str, int] = field(default_factory=dict)
-    """By name of the parameter."""
+    """Blocks of each parameter, by name."""
 
     num_rows: Mapping[str, int] = field(default_factory=dict)
 

@@ -28,7 +28,7 @@ class RowStamps:
     """Stamps up to which tables were read, by table and slot: the server's tracker name, and its count."""
 
     since: dict[str, list[tuple[str, int]]]
-    """Those that the checkpoint before was read up to; a table that is not here is read whole."""
+    """Stamps up to which the checkpoint before was read; a table that is not here is read whole."""
 
     read_to: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     """Set by `read_changes`: the stamps for the next one."""

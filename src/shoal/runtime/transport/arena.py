@@ -20,7 +20,7 @@ from shoal.errors import ArenaFull, ConfigError
 from shoal.runtime.transport import memfd
 
 HUGE_BYTES = 4 << 20
-"""From here on memory is asked for in pages of 2 MiB."""
+"""Size from which memory is requested in pages of 2 MiB."""
 
 ALIGNMENT = 64
 """Every buffer begins at a cache line."""
@@ -94,7 +94,7 @@ class Arena:
         self.bytes_reserved = 0
         """Address space in segments; what was never touched has no memory behind it."""
         self.bytes_in_use = 0
-        """In held buffers, slack included."""
+        """Bytes of held buffers, slack included."""
         self.lock: Callable[[memoryview], Callable[[], None]] | None = None
         """Locks the pages of segments to come, for a device's copies, and gives what unlocks them."""
 

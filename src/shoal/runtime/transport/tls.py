@@ -28,7 +28,7 @@ from shoal.errors import ConfigError, WireError
 from shoal.runtime.forkserver.messages import file_with
 
 WRITE_BYTES = 256 << 10
-"""At most with one call of OpenSSL, which cuts it into records: fewer calls cost less."""
+"""Most bytes for one call of OpenSSL, which cuts it into records: fewer calls cost less."""
 
 TLS, PLAIN = "tls://", "plain://"
 

@@ -64,7 +64,7 @@ class Checkpoint:
     """A verified checkpoint."""
 
     path: str
-    """As it was asked for."""
+    """Path as it was asked for."""
 
     progress: dict[str, Any]
     """Values given to `write_checkpoint` beside the tensors."""

@@ -499,7 +499,7 @@ class Script:
 
     every: list[WorkerData] = field(default_factory=list)
     open: list[WorkerData] = field(default_factory=list)
-    """In the middle of an epoch."""
+    """Data in the middle of an epoch."""
 
     ended: bool = False
     """The job was asked to leave, and all ranks know it."""

@@ -471,7 +471,7 @@ class DataPlace:
     """Each worker's share of the epoch so far."""
 
     epochs: dict[int, int] = field(default_factory=dict)
-    """By number of the data: how often the script has begun to iterate it."""
+    """How often the script has begun to iterate each data, by its number."""
 
     progress: dict[str, Any] = field(default_factory=dict)
     """Steps counted so far, and the last line of metrics.jsonl."""
