@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.data.slice import Slice
 from shoal.errors import LossComparesSamples, LossDoesNotRecombine
-from shoal.parallel.loss import loss_rule
+from shoal.parallel import compute as compute_module
+from shoal.parallel.compute import Compute
+from shoal.parallel.loss import StepLoss, loss_rule
+from shoal.parallel.protocol import TrainJob
 
 C = 6
 Loss = Callable[[Tensor, Tensor], Any]
@@ -242,3 +246,51 @@ def test_a_gradient_that_is_not_finite_at_an_edge_says_nothing() -> None:
 def test_without_gradients_values_alone_are_compared() -> None:
     with torch.no_grad():
         loss_rule(dice).check(torch.zeros(512, C), bits(512)[:1].expand(512, C), 512)
+
+
+class Experts(nn.Module):
+    """Routes by a softmax; a balance of the experts' load over the batch is added to the loss."""
+
+    def __init__(self, coefficient: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.router = nn.Linear(C, 4)
+        self.experts = nn.ModuleList(nn.Linear(C, 4) for _ in range(4))
+        self.coefficient = coefficient
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        p = self.router(x).softmax(-1)
+        logits = sum((p[:, at : at + 1] * each(x) for at, each in enumerate(self.experts)), torch.zeros(()))
+        load = F.one_hot(p.argmax(-1), 4).to(p.dtype).mean(0)
+        return {"loss": F.cross_entropy(logits, labels) + self.coefficient * 4 * (p.mean(0) * load).sum()}
+
+
+@pytest.mark.parametrize(("coefficient", "is_named"), [(1e-2, True), (0.0, False)])
+def test_a_balance_of_experts_too_small_to_show_in_the_loss_is_named(
+    coefficient: float, is_named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compute_module._note_drift.cache_clear()
+    model, num = Experts(coefficient), 512
+    run = Compute(
+        TrainJob(model=model, loss=loss_rule("model"), build_optimizer=None),
+        check_loss=True,
+        check_mixing="ddp",
+    )
+    run.forward_backward(Slice({"x": numbers(num), "labels": labels(num) % 4}, num, 2 * num), rank=0, step=0)
+    assert ("compares samples of a batch" in capsys.readouterr().err) == is_named
+    assert all(torch.isfinite(each.grad).all() for each in model.parameters() if each.grad is not None)
+
+
+def test_a_step_of_the_scripts_own_that_compares_samples_is_refused() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(C, 16), nn.Tanh(), nn.Linear(16, C))
+
+    def training_step(model: nn.Module, batch: Any) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(batch[0]), batch[1]) + dice(model(batch[0]), batch[1])
+
+    job = TrainJob(model=model, loss=StepLoss(), build_optimizer=None, training_step=training_step)
+    few = 12
+    with pytest.raises((LossComparesSamples, LossDoesNotRecombine)):
+        Compute(job, check_loss=True).forward_backward(
+            Slice((numbers(few), bits(few)), few, 2 * few), rank=0, step=0
+        )

@@ -37,6 +37,7 @@ from shoal.errors import (
     ConfigError,
     ForwardMixesSamples,
     GradientMixesSamples,
+    LossComparesSamples,
     LossDoesNotRecombine,
     TrainingError,
 )
@@ -47,6 +48,7 @@ from shoal.parallel.pipeline import forward_state
 from shoal.parallel.protocol import LossSum, TrainJob
 from shoal.parallel.sample_mixing import (
     MAX_NUMEL_RUN_BACK,
+    NOTICED,
     NUM_SAMPLES,
     buffers_of_slices,
     can_be_tried,
@@ -560,17 +562,20 @@ def compare_gradients_in_forward(
 
     Not for rows on servers, which their backward pushes, nor for a model too large to have its gradients twice.
     """
-    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+    # A hook would see these gradients as if they were the step's.
+    trained = [each for each in job.model.parameters() if each.requires_grad and not each._backward_hooks]
     is_large = sum(parameter.numel() for parameter in trained) > MAX_NUMEL_RUN_BACK
     if is_large or strategies.parse(jobs.current().strategy).has_servers:
         return
     kinds = {job.autocast or torch.float64, *(each.dtype for each in trained if each.is_floating_point())}
+    eps, gap = max(torch.finfo(kind).eps for kind in kinds), 0.0
     with _on_trial(job) as is_still, autocast(job), contextlib.suppress(TrainingError, RuntimeError):
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             gap = job.loss.gap_of_gradients(call, parts, num_global, trained)
-        rounding = max(1e-4, 8 * max(torch.finfo(kind).eps for kind in kinds))
-        if gap <= rounding or not is_still():
-            return
+        gap = gap if is_still() else 0.0
+    if job.training_step is not None and gap > max(NOTICED, 8 * eps):
+        raise LossComparesSamples(name=job.loss.name, gap=gap)
+    if gap > (1e-6 if eps < 1e-12 else max(1e-4, 8 * eps)):
         _note_drift()
 
 
@@ -592,7 +597,7 @@ def refuse_uneven_terms(job: TrainJob, call: Callable[[Tree], Any], piece: Slice
     like = [*job.model.parameters(), torch.empty(0, dtype=job.autocast or torch.float64)]
     with _on_trial(job, _known_to_mix(job.model)) as is_still, autocast(job):
         refuse = forward_state.refuse_uneven_terms(
-            job.model, job.loss.name, forwards, losses, tolerance_of(like)
+            job.model, job.loss.name, forwards, losses, 0.1 * tolerance_of(like)
         )
         if is_still():
             refuse()

@@ -360,8 +360,8 @@ class MeanOverSamples(LossRule):
         output = map_tensors(lambda tensor: tensor.detach(), self.predictions(output))
 
         def part_of(begin: int, end: int, given: Tree) -> _LossOfPart:
-            rows = given if end - begin == num_local else _part(given, begin, end, num_local)
-            return self._of_part(*rows, _rows(weight, begin, end), float(end - begin))
+            rows: Any = given if end - begin == num_local else _part(given, begin, end, num_local)
+            return self._of_part(rows[0], rows[1], _rows(weight, begin, end), float(end - begin))
 
         whole = part_of(0, num_local, (output, target))
         for tensor in [*tensors(output), *tensors(target)]:
@@ -657,7 +657,9 @@ class CountedLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _SELECTING:
+        if func is torch.where:
+            self.counts_itself |= len(args) + len(kwargs or {}) == 1  # the places of a mask
+        elif func in _SELECTING:
             self.counts_itself |= func not in _BY_ARGUMENT or any(map(_is_count_or_mask, args))
         elif func in _COUNTED and isinstance(result, Tensor) and result.dim() == 0:
             defaults = _defaults(func)
@@ -1007,6 +1009,9 @@ _BY_ARGUMENT = frozenset(
         Tensor.div,
         Tensor.div_,
         Tensor.true_divide,
+        Tensor.pow,
+        Tensor.__pow__,
+        torch.pow,
         torch.reciprocal,
         torch.div,
         torch.true_divide,
@@ -1023,6 +1028,12 @@ _SELECTING = _BY_ARGUMENT | {
     torch.masked_select,
     Tensor.nonzero,
     torch.nonzero,
+    Tensor.argwhere,
+    torch.argwhere,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.unique,
+    torch.unique,
     Tensor.nanmean,
     torch.nanmean,
 }

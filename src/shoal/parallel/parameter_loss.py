@@ -104,6 +104,15 @@ class WholeParameters:
     ) -> None:
         self._loss.check_forward(call, parts, num_global, like)
 
+    def gap_of_gradients(
+        self,
+        call: Callable[[Tree], Tree],
+        parts: Sequence[tuple[Tree, int]],
+        num_global: int,
+        trained: Sequence[Tensor],
+    ) -> float:
+        return self._loss.gap_of_gradients(call, parts, num_global, trained)
+
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
         """Uses the parameters gathered by the last call: ranks with a single sample check nothing."""
         self._copies = {key: whole.detach().requires_grad_() for key, whole in self._whole.items()}
