@@ -338,7 +338,7 @@ class FitLoop:
         if trainer.graph is not None:
             trainer.graph.write(strategy, num_local=part.num_local, num_workers=trainer.job.num_workers)
             trainer.graph = None
-        self._write_down(part, result)
+        self._write_down(part, result, is_update=num_new > 0)
         if trainer.verification is not None:
             trainer.verification.count(strategy, result.loss)
         self._apply(result)
@@ -417,7 +417,7 @@ class FitLoop:
         found = next(iter(theirs), None)
         return list(found.indices) if found is not None else []
 
-    def _write_down(self, part: Slice, result: StepResult) -> None:
+    def _write_down(self, part: Slice, result: StepResult, *, is_update: bool = True) -> None:
         trainer, position = self._trainer, self._position
         self._step_loss = result.loss
         logs = StepLogs(
@@ -440,7 +440,7 @@ class FitLoop:
             "time": time.time(),
             **extra,
         }
-        if self._log is not None:
+        if self._log is not None and is_update:
             self._log.write(self._progress.last_line)
         now = time.monotonic()
         if now - self._reported_at >= _REPORT_EVERY_S:
