@@ -350,7 +350,8 @@ class Compute:
                     self._tell_graphs()
                 num_samples = max(piece.num_local, 1)
                 # A loss may write into its target, and `check` asks it once more.
-                kept_target = map_tensors(Tensor.clone, target) if self._checks_loss else target
+                is_asked_again = self._checks_loss and job.loss.is_checked
+                kept_target = map_tensors(Tensor.clone, target) if is_asked_again else target
                 outputs_of = [tensor.grad_fn for tensor in tensors(output)]  # before a loss writes into them
                 total, piece_count = job.loss(output, target, num_samples, piece.num_global, weight)
             self.gathers = gathered.is_used

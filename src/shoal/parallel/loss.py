@@ -151,6 +151,9 @@ class LossRule(Protocol):
     is_in_forward: bool = False
     """Whether the model's forward computes it: then `check_forward` verifies it."""
 
+    is_checked: bool = True
+    """Whether `check` compares anything; torch's own losses recombine by construction."""
+
     @property
     def must_check(self) -> bool:
         """Whether the newest loss may count its samples unevenly, so that `check` has to look at this step, due or not."""
@@ -225,6 +228,7 @@ class SumAndCount(LossRule):
     """A torch loss, run as a sum beside its own denominator."""
 
     named: Mapping[str, tuple[float, float]] = {}
+    is_checked = False
 
     def __init__(self, module: Any, denominator: Callable[[Any, Tensor, Tensor], float]) -> None:
         self.name = type(module).__name__
@@ -271,6 +275,7 @@ class SumOverBatch(LossRule):
     """
 
     named: Mapping[str, tuple[float, float]] = {}
+    is_checked = False
 
     def __init__(self, module: nn.Module) -> None:
         self.name = type(module).__name__
@@ -462,6 +467,7 @@ class OwnLoss(LossRule):
 
     name = "model"
     is_in_forward = True
+    is_checked = False
     outputs_are: OutputKind = "logits"
     named: Mapping[str, tuple[float, float]] = {}
     _may_drift = True

@@ -58,6 +58,7 @@ class WholeParameters:
         has the layers of some stages.
         """
         self.name, self.outputs_are, self.is_in_forward = loss.name, loss.outputs_are, loss.is_in_forward
+        self.is_checked = loss.is_checked
         self._loss, self._before, self._packing = loss, before, packing
         self._strategy, self._in_stages = strategy, in_stages
         names = {id(parameter): name for name, parameter in model.named_parameters()}
