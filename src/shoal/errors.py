@@ -43,6 +43,7 @@
     ├── TrainingError              what the model, the loss or a step refuses        exit 3
     │   ├── NonFiniteLoss
     │   ├── LossDoesNotRecombine
+    │   ├── LossComparesSamples    a Dice over the batch, a correlation
     │   ├── ForwardMixesSamples    x - x.mean(0) within a model, say
     │   ├── GradientMixesSamples   a backward in which the gradient of a sample depends on the others of its batch
     │   ├── LossReadsParameters
@@ -284,6 +285,20 @@ class LossDoesNotRecombine(TrainingError):
             f"the loss '{name}' does not recombine: over a slice {subject}is {whole:.6g}, but its two halves "
             f"{how} give {recombined:.6g}. Cut over workers it would train something else; nothing of this step was "
             f"updated. {cure}"
+        )
+
+
+class LossComparesSamples(TrainingError):
+    """A loss whose gradient by a sample depends on the others of its batch, though its value hardly does."""
+
+    def __init__(self, *, name: str, gap: float) -> None:
+        self.name, self.gap = name, gap
+        super().__init__(
+            f"the loss '{name}' compares the samples of a batch with each other: the gradients of a slice and those of its two halves differ "
+            f"by {gap:.2g} of the largest. A worker has the samples of its own slice alone, so something else would be trained than in one "
+            "process; nothing of this step was updated. If it is a mean over something other than samples, let it return a pair (sum, count). "
+            "Else let it see the rows of all workers: shoal.gather(output) and shoal.gather(target), which is exact under ddp and fsdp; or "
+            "run in one process."
         )
 
 

@@ -137,8 +137,11 @@ def test_the_loss_is_checked_on_the_first_slice_that_has_halves() -> None:
     run.forward_backward(part(0, 8), rank=0, step=0)  # one sample
     run.forward_backward(part(0, 3, num_samples=2), rank=0, step=1)  # a borrowed one
     with pytest.raises(LossDoesNotRecombine):
-        run.forward_backward(part(), rank=0, step=2)
-    compute(linear(), spread, check_loss=False).forward_backward(part(), rank=0, step=0)
+        run.forward_backward(part(0, 2), rank=0, step=2)
+    compute(linear(), spread).forward_backward(
+        part(), rank=0, step=0
+    )  # the whole batch, of which nothing is divided
+    compute(linear(), spread, check_loss=False).forward_backward(part(0, 2), rank=0, step=0)
 
 
 class Pairs(nn.Module):
@@ -191,8 +194,8 @@ def test_a_loss_is_checked_at_the_first_step_and_ever_more_rarely() -> None:
 
     run = compute(linear(), counted)
     for step in range(9):
-        run.forward_backward(part(), rank=0, step=step)
-    checks = [number for number, size in enumerate(calls) if size == 4]
+        run.forward_backward(part(0, 2), rank=0, step=step)
+    checks = [number for number, size in enumerate(calls) if size == 2]
     assert len(checks) == 2 * 4  # at steps 1, 2, 4 and 8
 
 
@@ -203,9 +206,9 @@ def test_a_mask_that_leaves_the_first_batch_whole_is_noticed_at_a_later_one() ->
 
     run = compute(linear(), masked)
     whole, ragged = torch.ones_like(Y), (torch.arange(8).reshape(8, 1) % 3 == 0).double()
-    run.forward_backward(Slice(batch=(X, (Y, whole)), num_local=8, num_global=8), rank=0, step=0)
+    run.forward_backward(Slice(batch=(X, (Y, whole)), num_local=8, num_global=16), rank=0, step=0)
     with pytest.raises(LossDoesNotRecombine, match="pair"):
-        run.forward_backward(Slice(batch=(X, (Y, ragged)), num_local=8, num_global=8), rank=0, step=1)
+        run.forward_backward(Slice(batch=(X, (Y, ragged)), num_local=8, num_global=16), rank=0, step=1)
 
 
 def test_a_gradient_penalty_within_the_loss_recombines() -> None:

@@ -150,6 +150,10 @@ MASKED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "rows of a mask": lambda losses, mask: losses[mask].mean(),
     "times an inverse": lambda losses, mask: (losses * mask).sum() * (1 / mask.sum()),
     "selected": lambda losses, mask: torch.masked_select(losses, mask).mean(),
+    "rows by their places": lambda losses, mask: losses.index_select(0, torch.where(mask)[0]).mean(),
+    "rows by argwhere": lambda losses, mask: losses[torch.argwhere(mask)[:, 0]].mean(),
+    "a power": lambda losses, mask: (losses * mask).sum() * mask.sum().pow(-1.0),
+    "a number of numpy": lambda losses, mask: (losses * mask).sum() / float(mask.numpy().sum()),
 }
 
 

@@ -37,6 +37,7 @@ from shoal.errors import (
     ConfigError,
     ForwardMixesSamples,
     GradientMixesSamples,
+    LossComparesSamples,
     LossDoesNotRecombine,
     TrainingError,
 )
@@ -46,6 +47,8 @@ from shoal.parallel.loss import LossRule, made_before, tolerance_of
 from shoal.parallel.pipeline import forward_state
 from shoal.parallel.protocol import LossSum, TrainJob
 from shoal.parallel.sample_mixing import (
+    MAX_NUMEL_RUN_BACK,
+    NOTICED,
     NUM_SAMPLES,
     buffers_of_slices,
     can_be_tried,
@@ -347,7 +350,8 @@ class Compute:
                     self._tell_graphs()
                 num_samples = max(piece.num_local, 1)
                 # A loss may write into its target, and `check` asks it once more.
-                kept_target = map_tensors(Tensor.clone, target) if self._checks_loss else target
+                is_asked_again = self._checks_loss and job.loss.is_checked
+                kept_target = map_tensors(Tensor.clone, target) if is_asked_again else target
                 outputs_of = [tensor.grad_fn for tensor in tensors(output)]  # before a loss writes into them
                 total, piece_count = job.loss(output, target, num_samples, piece.num_global, weight)
             self.gathers = gathered.is_used
@@ -356,7 +360,9 @@ class Compute:
                 named[name] = before[0] + its_sum * factor, before[1] + its_count * factor
             # One sample has no halves, and those of a loss over the whole batch say nothing.
             is_due, must_check = self._is_check_due, self._checks_loss and job.loss.must_check
-            if (is_due or must_check) and piece.num_local > 1 and not self.gathers:
+            # A worker that has the whole batch (relaxed strategies, local SGD) divides no loss.
+            has_part = piece.num_local < piece.num_global
+            if (is_due or must_check) and has_part and piece.num_local > 1 and not self.gathers:
                 job.loss.check(output, kept_target, piece.num_local, weight)
             if is_due and piece.num_local > 1 and not self.gathers:
                 if self._divides and not job.loss.is_in_forward:
@@ -421,7 +427,10 @@ class Compute:
             (self._split(self._placed(part.batch))[0], max(part.num_local, 1)) for part in (piece, *halves)
         ]
         call = self._step_call or self._call
-        check_loss_in_forward(job, call, parts, piece.num_global, compares=halves[0] is not piece)
+        compares = halves[0] is not piece
+        check_loss_in_forward(job, call, parts, piece.num_global, compares=compares)
+        if compares and not self._forward_is_collective:
+            compare_gradients_in_forward(job, call, parts, piece.num_global)
 
     def _note_read_beside(self, total: Tensor, outputs: Sequence[Any]) -> None:
         """Name what the loss reads of this forward besides its output and attributes, which `refuse_uneven_terms` compares."""
@@ -547,6 +556,30 @@ def check_loss_in_forward(
                 _note_drift()
 
 
+def compare_gradients_in_forward(
+    job: TrainJob, call: Callable[[Tree], Any], parts: Sequence[tuple[Tree, int]], num_global: int
+) -> None:
+    """Refuse or name a loss within forward whose value hardly shows that it compares samples; its gradients do.
+
+    Not for rows on servers, which their backward pushes, nor for a model too large to have its gradients twice.
+    """
+    # A hook would see these gradients as if they were the step's.
+    trained = [each for each in job.model.parameters() if each.requires_grad and not each._backward_hooks]
+    is_large = sum(parameter.numel() for parameter in trained) > MAX_NUMEL_RUN_BACK
+    if is_large or strategies.parse(jobs.current().strategy).has_servers:
+        return
+    kinds = {job.autocast or torch.float64, *(each.dtype for each in trained if each.is_floating_point())}
+    eps, gap = max(torch.finfo(kind).eps for kind in kinds), 0.0
+    with _on_trial(job) as is_still, autocast(job), contextlib.suppress(TrainingError, RuntimeError):
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            gap = job.loss.gap_of_gradients(call, parts, num_global, trained)
+        gap = gap if is_still() else 0.0
+    if job.training_step is not None and gap > max(NOTICED, 8 * eps):
+        raise LossComparesSamples(name=job.loss.name, gap=gap)
+    if gap > (1e-6 if eps < 1e-12 else max(1e-4, 8 * eps)):
+        _note_drift()
+
+
 def refuse_uneven_terms(job: TrainJob, call: Callable[[Tree], Any], piece: Slice) -> None:
     """Refuse a loss that reads attributes which forward computes from several samples together, such as a balance of experts."""
     if piece.num_local < 2:
@@ -565,7 +598,7 @@ def refuse_uneven_terms(job: TrainJob, call: Callable[[Tree], Any], piece: Slice
     like = [*job.model.parameters(), torch.empty(0, dtype=job.autocast or torch.float64)]
     with _on_trial(job, _known_to_mix(job.model)) as is_still, autocast(job):
         refuse = forward_state.refuse_uneven_terms(
-            job.model, job.loss.name, forwards, losses, tolerance_of(like)
+            job.model, job.loss.name, forwards, losses, 0.1 * tolerance_of(like)
         )
         if is_still():
             refuse()
@@ -785,8 +818,8 @@ def _note_read() -> None:
 @functools.cache  # once
 def _note_drift() -> None:
     print(
-        "note: a part of the model's loss has come to compare samples of a batch (a balance of experts, say), and is computed within "
-        "each worker's slice; `shoal verify` shows what that does",
+        "note: a part of the model's loss compares samples of a batch (a balance of experts, a Dice, say), and is computed within "
+        "each worker's slice; `shoal verify` shows what that does, and shoal.gather(rows) in forward shows it all rows (ddp, fsdp)",
         file=sys.stderr,
         flush=True,
     )

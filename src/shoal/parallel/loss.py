@@ -7,6 +7,7 @@ denominator, and any other callable is treated as a mean over samples and checke
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -26,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.config import job as jobs
 from shoal.data.slice import LABELS, split_target
 from shoal.data.tree import Tree, map_tensors, tensors
-from shoal.errors import ConfigError, LossDoesNotRecombine, TrainingError
+from shoal.errors import ConfigError, LossComparesSamples, LossDoesNotRecombine, TrainingError
 from shoal.parallel import gathering
 
 Value = Callable[[Tree, Tree], Any]
@@ -104,7 +105,7 @@ class EachAlone:
                 self._vectorised = False
         totals, count = [], 0.0
         for sample in range(num_samples):
-            value = self._value(*_part(output, target, sample, sample + 1, num_samples))
+            value = self._value(*_part((output, target), sample, sample + 1, num_samples))
             total, counted = value if isinstance(value, tuple) else (value, 1.0)
             totals.append(total * weight[sample].to(total.dtype))
             count += float(counted) * float(weight[sample])
@@ -150,6 +151,9 @@ class LossRule(Protocol):
     is_in_forward: bool = False
     """Whether the model's forward computes it: then `check_forward` verifies it."""
 
+    is_checked: bool = True
+    """Whether `check` compares anything; torch's own losses recombine by construction."""
+
     @property
     def must_check(self) -> bool:
         """Whether the newest loss may count its samples unevenly, so that `check` has to look at this step, due or not."""
@@ -175,6 +179,16 @@ class LossRule(Protocol):
     ) -> None:
         """Refuse a loss within forward that would mean something else when its batch is divided."""
         return None
+
+    def gap_of_gradients(
+        self,
+        call: Callable[[Tree], Tree],
+        parts: Sequence[tuple[Tree, int]],
+        num_global: int,
+        trained: Sequence[Tensor],
+    ) -> float:
+        """Largest difference between gradients of a loss within forward over a slice and over its halves, relative to the gradients."""
+        return 0.0
 
     def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
         """Model output, by `call`; the rule observes the forward if it needs to."""
@@ -214,6 +228,7 @@ class SumAndCount(LossRule):
     """A torch loss, run as a sum beside its own denominator."""
 
     named: Mapping[str, tuple[float, float]] = {}
+    is_checked = False
 
     def __init__(self, module: Any, denominator: Callable[[Any, Tensor, Tensor], float]) -> None:
         self.name = type(module).__name__
@@ -260,6 +275,7 @@ class SumOverBatch(LossRule):
     """
 
     named: Mapping[str, tuple[float, float]] = {}
+    is_checked = False
 
     def __init__(self, module: nn.Module) -> None:
         self.name = type(module).__name__
@@ -336,32 +352,26 @@ class MeanOverSamples(LossRule):
         return value * counted, counted
 
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
-        """The losses of two halves must recombine to the loss of the whole, and so must gradients of
-        other tensors it reads.
+        """The losses of two halves must recombine to the loss of the whole, and so must its gradients
+        by the output and by other tensors it reads.
 
-        A penalty on parameters may be too small to show in the value, but it dominates the gradient
-        of these parameters. Under `torch.no_grad` only values are compared.
+        Values alone show neither a penalty on parameters nor, over a batch of thousands, a loss that
+        compares samples (Dice, a correlation): it changes each sample's gradient and hardly the mean.
+        Under `torch.no_grad` only values are compared.
         """
         is_each_alone = weight is not None and not self._takes_weights
         if num_local < 2 or is_each_alone:
             return
         output = map_tensors(lambda tensor: tensor.detach(), self.predictions(output))
 
-        def value_of(begin: int, end: int) -> Any:
-            # Copies: a loss may write into what it is given, which backward still needs.
-            given = (
-                _part(output, target, begin, end, num_local) if end - begin < num_local else (output, target)
-            )
-            given = map_tensors(Tensor.clone, given[0]), map_tensors(Tensor.clone, given[1])
-            with CountedLosses():
-                value = self._value(*given, _rows(weight, begin, end))
-            known = count_on(value)
-            return value if known is None else _sum_of_mean(value, known, float(end - begin))
+        def part_of(begin: int, end: int, given: Tree) -> _LossOfPart:
+            rows: Any = given if end - begin == num_local else _part(given, begin, end, num_local)
+            return self._of_part(rows[0], rows[1], _rows(weight, begin, end), float(end - begin))
 
-        whole = value_of(0, num_local)
+        whole = part_of(0, num_local, (output, target))
         for tensor in [*tensors(output), *tensors(target)]:
             if tensor.dim() == 0 or tensor.shape[0] % num_local:
-                if isinstance(whole, tuple):
+                if whole.is_pair:
                     return  # it returns its own count; only its author knows how halves count
                 raise TrainingError(
                     f"the loss '{self.name}' cannot be cut over workers: it is computed from a tensor of shape "
@@ -370,11 +380,51 @@ class MeanOverSamples(LossRule):
                     "return a pair (sum, count): the sum over what it counts, and how much that was."
                 )
         half = num_local // 2
-        halves = [value_of(0, half), value_of(half, num_local)]
-        counted = [float(half), float(num_local - half)]
-        if weight is not None:
-            counted = [float(_rows(weight, 0, half).sum()), float(_rows(weight, half, num_local).sum())]
-        _refuse_cut(self.name, whole, halves, counted, tolerance_of(output))
+        edges = (0, half), (half, num_local)
+        halves = [part_of(*edge, (output, target)) for edge in edges]
+        shares = [1.0, 1.0]
+        if not whole.is_pair:
+            counted = [
+                float(end - begin if weight is None else weight[begin:end].sum()) for begin, end in edges
+            ]
+            shares = [each / (sum(counted) or 1.0) for each in counted]
+        _refuse_cut(self.name, whole, halves, shares, tolerance_of(output))
+        is_coarse = _coarsest(output) > torch.finfo(torch.float32).eps
+        if not is_coarse and whole.gap(halves, shares) <= GRADIENT_TOLERANCE:
+            return
+        # A gap may be rounding, or lost in it; but not in float64.
+        again = part_of(0, num_local, (output, target))
+        if whole.gap([again], [1.0]) > GRADIENT_TOLERANCE:
+            return  # it draws random numbers, or keeps state
+        rounding = max(1e-4, 8 * _coarsest(output))
+        # A loss with constants of its own in another precision may refuse wider ones.
+        with contextlib.suppress(Exception), torch.autocast(_device_of(output), enabled=False):
+            wide = map_tensors(
+                lambda each: each.double() if each.is_floating_point() else each, (output, target)
+            )
+            whole, *halves = (part_of(*edge, wide) for edge in ((0, num_local), *edges))
+            rounding = GRADIENT_TOLERANCE if whole.total.dtype is torch.float64 else 1e-4
+        gap = whole.gap(halves, shares)
+        if gap > rounding:
+            raise LossComparesSamples(name=self.name, gap=gap)
+
+    def _of_part(self, output: Tree, target: Tree, weight: Tensor | None, num_samples: float) -> _LossOfPart:
+        """The loss of some rows; copies of them: a loss may write into what it is given, which backward still needs."""
+        reads = [
+            each.detach().requires_grad_() if each.is_floating_point() and torch.is_grad_enabled() else each
+            for each in tensors(output)
+        ]
+        given = iter(reads)
+        with CountedLosses():
+            value = self._value(
+                map_tensors(lambda _: next(given).clone(), output), map_tensors(Tensor.clone, target), weight
+            )
+        known = count_on(value)
+        if known is not None:
+            value = _sum_of_mean(value, known, num_samples)
+        is_pair = isinstance(value, tuple)
+        total, count = value if is_pair else (value, num_samples)
+        return _LossOfPart(total, float(count), is_pair, [each for each in reads if each.requires_grad])
 
     def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
         self._is_label = isinstance(inputs, Mapping) and any(key in inputs for key in LABELS)
@@ -417,6 +467,7 @@ class OwnLoss(LossRule):
 
     name = "model"
     is_in_forward = True
+    is_checked = False
     outputs_are: OutputKind = "logits"
     named: Mapping[str, tuple[float, float]] = {}
     _may_drift = True
@@ -476,6 +527,31 @@ class OwnLoss(LossRule):
                 refusal.is_drift = self._may_drift and self._has_passed and rule._is_guess
                 raise refusal
         self._has_passed = True
+
+    def gap_of_gradients(
+        self,
+        call: Callable[[Tree], Tree],
+        parts: Sequence[tuple[Tree, int]],
+        num_global: int,
+        trained: Sequence[Tensor],
+    ) -> float:
+        rule = copy.copy(self)
+        rule._has_noted = True
+        left: list[Tensor] = []
+        sizes: list[float] = []
+        for at, (inputs, size) in enumerate(parts):
+            row = rule.run(functools.partial(call, inputs), inputs, size, num_global)
+            gradients = _gradients(rule(row, None, size, num_global)[0], list(trained))
+            if not at:
+                left, sizes = gradients, [float(each.abs().max()) for each in gradients]
+            else:
+                left = [each - part for each, part in zip(left, gradients, strict=True)]
+        # A gradient that is zero except for rounding, as of a bias before a norm, says nothing.
+        floor = 1e-3 * max(sizes, default=0.0)
+        gaps = [
+            float(each.abs().max()) / size for each, size in zip(left, sizes, strict=True) if size > floor
+        ]
+        return max((gap for gap in gaps if math.isfinite(gap)), default=0.0)
 
     def run(self, call: Callable[[], Tree], inputs: Tree, num_local: int, num_global: int) -> Tree:
         """The output with a row (sum, count) in place of the loss."""
@@ -587,7 +663,9 @@ class CountedLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _SELECTING:
+        if func is torch.where:
+            self.counts_itself |= len(args) + len(kwargs or {}) == 1  # the places of a mask
+        elif func in _SELECTING:
             self.counts_itself |= func not in _BY_ARGUMENT or any(map(_is_count_or_mask, args))
         elif func in _COUNTED and isinstance(result, Tensor) and result.dim() == 0:
             defaults = _defaults(func)
@@ -702,28 +780,73 @@ def _takes_target(loss: Callable[..., Any], *, of_mapping: bool = False) -> bool
     return any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
 
 
-def _refuse_cut(name: str, whole: Any, halves: list[Any], counted: Sequence[float], tolerance: float) -> None:
+GRADIENT_TOLERANCE = 1e-6
+"""Difference between gradients of a whole and of its halves, relative to the largest, that is no rounding in float64.
+
+Losses that compare samples differ by 2e-6 (a small variance beside a mean) to 0.3 (a correlation); means by nothing at all.
+"""
+
+
+@dataclasses.dataclass(slots=True)
+class _LossOfPart:
+    """A loss of some rows of a slice: its sum and count, or its mean if it is no pair."""
+
+    total: Tensor
+    count: float
+    is_pair: bool
+    outputs: list[Tensor]
+    """What it was computed from, which gradients are taken by."""
+
+    _by_outputs: list[Tensor] | None = None
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether its backward may do more than compute: exchange, push rows, run a layer again."""
+        return any(isinstance(node, BackwardCFunction) for node in nodes_of(self.total))
+
+    def by_outputs(self) -> list[Tensor]:
+        if self._by_outputs is None:
+            self._by_outputs = [each.detach() for each in _gradients(self.total, self.outputs)]
+        return self._by_outputs
+
+    def gap(self, parts: Sequence[_LossOfPart], shares: Sequence[float]) -> float:
+        """Largest difference of gradients by outputs to those of the parts, relative to the largest gradient."""
+        if not self.total.requires_grad or self.is_opaque or any(part.is_opaque for part in parts):
+            return 0.0
+        apart = [[by * share for by in part.by_outputs()] for part, share in zip(parts, shares, strict=True)]
+        together = [torch.cat(each) for each in zip(*apart, strict=True)]
+        pairs = list(zip(self.by_outputs(), together, strict=True))
+        size = max(
+            (float(torch.maximum(one.abs().max(), other.abs().max())) for one, other in pairs), default=0
+        )
+        # What is not finite at the edge of a function (a root of 0) says nothing.
+        gap = max((float((one - other).abs().max()) for one, other in pairs), default=0.0)
+        return gap / size if size and math.isfinite(gap) and math.isfinite(size) else 0.0
+
+
+def _refuse_cut(
+    name: str, whole: _LossOfPart, halves: Sequence[_LossOfPart], shares: Sequence[float], tolerance: float
+) -> None:
     """Refuse a loss whose halves do not recombine: sums add up, means by the count of each half."""
-    is_pair = isinstance(whole, tuple)
-    shares = [1.0, 1.0] if is_pair else [part / (sum(counted) or 1.0) for part in counted]
-    totals = [each[0] if is_pair else each for each in (whole, *halves)]
-    values = [float(total.detach()) for total in totals]
+    parts = [whole, *halves]
+    values = [float(part.total.detach()) for part in parts]
     recombined = values[1] * shares[0] + values[2] * shares[1]
     if math.isfinite(values[0]) and not math.isclose(
         values[0], recombined, rel_tol=tolerance, abs_tol=tolerance * 1e-2
     ):
-        raise LossDoesNotRecombine(whole=values[0], recombined=recombined, name=name, is_pair=is_pair)
-    if is_pair:
-        count, counts = float(whole[1]), float(halves[0][1]) + float(halves[1][1])
-        if not math.isclose(count, counts, rel_tol=tolerance):
-            raise LossDoesNotRecombine(whole=count, recombined=counts, name=name, is_pair=True, what="count")
-    nodes = nodes_of(totals[0])
-    if any(isinstance(node, BackwardCFunction) for node in nodes):
-        return  # its backward may do more than compute: exchange, push rows, run a layer again
+        raise LossDoesNotRecombine(whole=values[0], recombined=recombined, name=name, is_pair=whole.is_pair)
+    if whole.is_pair:
+        counts = halves[0].count + halves[1].count
+        if not math.isclose(whole.count, counts, rel_tol=tolerance):
+            raise LossDoesNotRecombine(
+                whole=whole.count, recombined=counts, name=name, is_pair=True, what="count"
+            )
+    if whole.is_opaque:
+        return
     # A leaf that the loss creates itself, to differentiate by, is another one each time.
-    shared = {id(leaf) for half in totals[1:] for leaf in leaves_of(nodes_of(half))}
-    read = [leaf for leaf in leaves_of(nodes) if leaf.numel() and id(leaf) in shared]
-    of_whole, of_first, of_second = (_gradients(total, read) for total in totals)
+    shared = {id(leaf) for half in halves for leaf in leaves_of(nodes_of(half.total))}
+    read = [leaf for leaf in leaves_of(nodes_of(whole.total)) if leaf.numel() and id(leaf) in shared]
+    of_whole, of_first, of_second = (_gradients(part.total, read) for part in parts)
     for by, first, second in zip(of_whole, of_first, of_second, strict=True):
         summed = first * shares[0] + second * shares[1]
         size = torch.stack([by.abs().max(), first.abs().max(), second.abs().max()]).max()
@@ -732,7 +855,7 @@ def _refuse_cut(name: str, whole: Any, halves: list[Any], counted: Sequence[floa
                 whole=float(by.norm()),
                 recombined=float(summed.norm()),
                 name=name,
-                is_pair=is_pair,
+                is_pair=whole.is_pair,
                 what="gradient by a parameter that it reads",
             )
 
@@ -803,12 +926,16 @@ def _rows(weight: Tensor | None, begin: int, end: int) -> Any:
     return None if weight is None else weight[begin:end]
 
 
-def _part(output: Tree, target: Tree, begin: int, end: int, num_samples: int) -> tuple[Tree, Tree]:
+def _part(given: Tree, begin: int, end: int, num_samples: int) -> Any:
     def narrow(tensor: Tensor) -> Tensor:
         rows = tensor.shape[0] // num_samples
         return tensor[begin * rows : end * rows]
 
-    return map_tensors(narrow, output), map_tensors(narrow, target)
+    return map_tensors(narrow, given)
+
+
+def _device_of(output: Tree) -> str:
+    return next((each.device.type for each in tensors(output)), "cpu")
 
 
 def tolerance_of(output: Tree) -> float:
@@ -888,6 +1015,9 @@ _BY_ARGUMENT = frozenset(
         Tensor.div,
         Tensor.div_,
         Tensor.true_divide,
+        Tensor.pow,
+        Tensor.__pow__,
+        torch.pow,
         torch.reciprocal,
         torch.div,
         torch.true_divide,
@@ -904,6 +1034,12 @@ _SELECTING = _BY_ARGUMENT | {
     torch.masked_select,
     Tensor.nonzero,
     torch.nonzero,
+    Tensor.argwhere,
+    torch.argwhere,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.unique,
+    torch.unique,
     Tensor.nanmean,
     torch.nanmean,
 }

@@ -58,6 +58,7 @@ class WholeParameters:
         has the layers of some stages.
         """
         self.name, self.outputs_are, self.is_in_forward = loss.name, loss.outputs_are, loss.is_in_forward
+        self.is_checked = loss.is_checked
         self._loss, self._before, self._packing = loss, before, packing
         self._strategy, self._in_stages = strategy, in_stages
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -103,6 +104,15 @@ class WholeParameters:
         self, call: Callable[[Tree], Tree], parts: Sequence[tuple[Tree, int]], num_global: int, like: Tree
     ) -> None:
         self._loss.check_forward(call, parts, num_global, like)
+
+    def gap_of_gradients(
+        self,
+        call: Callable[[Tree], Tree],
+        parts: Sequence[tuple[Tree, int]],
+        num_global: int,
+        trained: Sequence[Tensor],
+    ) -> float:
+        return self._loss.gap_of_gradients(call, parts, num_global, trained)
 
     def check(self, output: Tree, target: Tree, num_local: int, weight: Tensor | None = None) -> None:
         """Uses the parameters gathered by the last call: ranks with a single sample check nothing."""

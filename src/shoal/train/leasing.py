@@ -209,7 +209,7 @@ class Leasing:
                 yield part
 
     def trained(self, part: Slice, position: Position, *, last_step: int | None = None) -> int:
-        """Record a pushed batch; returns the number of updates since this worker's last, its own included.
+        """Record a pushed batch; returns the number of updates since this worker's last, its own included if it was one.
 
         Near `last_step` the acknowledgement is awaited: it has the number of the others' updates.
         """
@@ -240,6 +240,10 @@ class Leasing:
         updates = self._strategy.updates
         step = self._steps_before + updates - self._updates_before
         num_new = max(1, step - position.step)
+        if self._began_whole:
+            # At an epoch's end a batch may be handed to two workers: for the later one it was no update.
+            epochs = part.epoch + 1 - self._first_epoch
+            num_new = max(0, min(num_new, self._first_step + epochs * self._num_batches - position.step))
         position.step += num_new
         position.samples += num_new * self._size
         position.next_index = part.start + part.num_global

@@ -333,7 +333,7 @@ class FitLoop:
         recorder.RECORDER.done(position.step, part.num_local if self._counts_samples else 0)
         PROFILER.after_step()
         trainer.write_graph(num_local=part.num_local)
-        self._write_down(part, result)
+        self._write_down(part, result, is_update=num_new > 0)
         if trainer.verification is not None:
             trainer.verification.count(strategy, result.loss)
         self._apply(result)
@@ -412,7 +412,7 @@ class FitLoop:
         found = next(iter(theirs), None)
         return list(found.indices) if found is not None else []
 
-    def _write_down(self, part: Slice, result: StepResult) -> None:
+    def _write_down(self, part: Slice, result: StepResult, *, is_update: bool = True) -> None:
         trainer, position = self._trainer, self._position
         self._step_loss = result.loss
         logs = StepLogs(
@@ -435,7 +435,7 @@ class FitLoop:
             "time": time.time(),
             **extra,
         }
-        if self._log is not None:
+        if self._log is not None and is_update:
             self._log.write(self._progress.last_line)
         now = time.monotonic()
         if now - self._reported_at >= _REPORT_EVERY_S:

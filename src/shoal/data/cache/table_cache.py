@@ -272,7 +272,7 @@ class StoredRows:
         """Return when all of these are decoded, by this process or others, and their bad rows are known."""
         flags = self._store.flags
         missing = [block for block in blocks if not flags[block]]
-        if missing and self._lock.acquire(blocking=False):
+        if self._store.is_first and not self._said and self._lock.acquire(blocking=False):
             try:
                 self._begin()
             finally:
@@ -327,11 +327,11 @@ class StoredRows:
         return {row: self._bad[row] for row in asked if row in self._bad}
 
     def _begin(self) -> None:
-        """Once, before the first block is kept: report the placement, and check the room."""
-        if self._store.flags.any() or not self._store.is_first or self._said:
+        """Once, by the process that made the store: report the placement, and check the room unless others have begun to fill it."""
+        if self._said:
             return
         placed, directory = self._placement, self._store.directory
-        if placed.disk_bytes:
+        if placed.disk_bytes and not self._store.flags.any():
             free = cache_plan.free_disk_bytes(directory)
             if free < placed.disk_bytes:
                 raise CacheFull(

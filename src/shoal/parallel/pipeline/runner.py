@@ -435,7 +435,8 @@ class _Loss:
         at = int(number)
         piece, output = self._step.pieces[at], self._step.outputs.pop(at)
         target, weight = split_target(piece.batch)[1], weight_of(piece.batch)
-        kept_target = map_tensors(Tensor.clone, target)  # a loss may write into it
+        # A loss may write into its target, and `check` asks it once more.
+        kept_target = map_tensors(Tensor.clone, target) if self._job.loss.is_checked else target
         with autocast(self._job):
             total, count = self._job.loss(output, target, num_held(piece), piece.num_global, weight)
         if piece.borrowed:  # a borrowed sample only keeps the ranks in step, and has no gradient

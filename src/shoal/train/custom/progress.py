@@ -59,9 +59,10 @@ class LoopProgress:
         if not self._has_new_batch:
             return  # another optimizer's commit on the same batch
         self._has_new_batch = False
+        is_update = step is None or step > self.step  # else another worker had trained this batch before
         self.step = self.step + 1 if step is None else step
         self._samples += samples
-        self._line = {"step": self.step, "epoch": epoch, "samples": samples}
+        self._line = {"step": self.step, "epoch": epoch, "samples": samples} if is_update else None
         now = time.monotonic()
         session.summary(metrics=self._newest, samples=samples, seconds=now - self._counted_at, steps=1)
         self._counted_at = now
