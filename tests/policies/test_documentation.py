@@ -34,6 +34,21 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert problem is None, f"{page.relative_to(ROOT)}: `{line}`: {problem}"
 
 
+NOT_OURS = re.compile(r"pip install (?:--?[\w-]+ )*'?shoal\b")
+"""The name on the Python index, which is another project's."""
+
+
+def test_nothing_installs_the_project_that_has_our_name_on_the_index() -> None:
+    sources = [path for folder in ("src", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (*PAGES, *sources)
+        for line in path.read_text().splitlines()
+        if NOT_OURS.search(line) and "installs another project" not in line
+    ]
+    assert not found
+
+
 def test_every_migrated_script_has_a_page_and_a_counterpart() -> None:
     scripts = ROOT / "examples/migration"
     names = {path.stem.rpartition("_")[0] for path in scripts.glob("*.py")}
