@@ -46,6 +46,8 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_default(
     origins = {name: option.origin for name, option in config.options.items()}
     assert origins["workers"] == origins["strategy"] == "command line"
     assert origins["step_timeout"] == origins["batchnorm"] == str(file)
+    assert origins["script"] == origins["args"] == str(file)
+    assert config.options["args"].value == "--lr 0.1"
     assert origins["grace"] == "default"
     assert config.options["workers"].value == 3
 
@@ -57,6 +59,8 @@ def test_arguments_of_the_file_belong_to_its_script(
     for words in (["train.py", "--lr", "1"], ["other.py"], ["train.py"]):
         assert shoal("run", "--config", str(file), *words).exit_code == 0
     assert [config.args for config in launched] == [("--lr", "1"), (), ("--lr", "0.1")]
+    said = [(config.options["args"].value, config.options["args"].origin) for config in launched]
+    assert said == [("--lr 1", "command line"), (None, "default"), ("--lr 0.1", str(file))]
 
 
 def test_hosts_in_a_list_and_resources_in_a_table(
