@@ -106,6 +106,17 @@ def test_what_is_wrong_in_the_file_is_named_and_nothing_starts(
     assert not (file.parent / "runs").exists()
 
 
+def test_the_file_of_the_guide_runs_as_it_is_written(
+    shoal: Shoal, launched: list[LaunchConfig], file: Path
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/running.md").read_text()
+    [block] = re.findall(r"```toml\n(.*?)```", guide, re.S)
+    file.write_text(block)
+    result = shoal("run", "--config", str(file))
+    assert result.exit_code == 0, result.output
+    assert (launched[0].strategy, launched[0].num_servers, launched[0].args) == ("ps", 2, ("--lr", "0.001"))
+
+
 def test_a_file_that_is_not_there_is_named(shoal: Shoal) -> None:
     result = shoal("run", "--config", "nowhere.toml", "train.py")
     assert result.exit_code != 0

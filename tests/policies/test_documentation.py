@@ -14,6 +14,7 @@ import typer
 from parsed import ROOT
 from typer.core import TyperCommand, TyperGroup
 
+import shoal
 from shoal.cli import VERBS, load
 
 PAGES = sorted([ROOT / "README.md", ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")])
@@ -32,6 +33,18 @@ def test_commands_and_their_options_exist(page: Path) -> None:
     for line in _command_lines(page.read_text()):
         problem = _problem(line)
         assert problem is None, f"{page.relative_to(ROOT)}: `{line}`: {problem}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    documented = set(re.findall(r"^::: (\S+)", pages, re.M))
+    modules = {name for name in shoal.__all__ if f"shoal.{name}" == shoal._HOMES[name]}
+    wanted = {f"shoal.data.{name}" for name in shoal.data.__all__} | {
+        f"shoal.{name}" for name in shoal.__all__
+    }
+    lacking = wanted - documented - {"shoal.data", "shoal.Dataset"}
+    assert {name for name in lacking if name.removeprefix("shoal.") not in modules} == set()
+    assert all(any(each.startswith(f"shoal.{name}") for each in documented) for name in modules)
 
 
 NOT_OURS = re.compile(r"pip install (?:--?[\w-]+ )*'?shoal\b")
