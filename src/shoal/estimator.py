@@ -8,9 +8,11 @@ holds the checkpoints: train goes on from the newest, evaluate and predict load 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -48,9 +50,30 @@ class ModeKeys(StrEnum):
     PREDICT = "infer"
 
 
+_STRATEGY = "a strategy is chosen at launch: shoal run --strategy"
+_TRANSPORT = "shoal has transports of its own, and options of `shoal run` for them"
+_ELSEWHERE = {
+    "train_distribute": _STRATEGY,
+    "eval_distribute": _STRATEGY,
+    "experimental_distribute": _STRATEGY,
+    "device_fn": "--strategy ps distributes parameters over the servers",
+    "session_config": "devices and memory are options of `shoal run`: --device, --resources",
+    "protocol": _TRANSPORT,
+    "experimental_max_worker_delay_secs": "workers begin together",
+    "session_creation_timeout_secs": "workers are waited for as long as --join-timeout says",
+    "checkpoint_save_graph_def": "a model is a module, and export(..., serving_input_fn) writes its program",
+}
+"""Fields of tf.estimator.RunConfig whose counterpart is no field here."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorConfig:
     """How to train, by the names of tf.estimator.RunConfig."""
+
+    def __new__(cls, **given: Any) -> EstimatorConfig:
+        for name in given.keys() & _ELSEWHERE.keys():
+            raise ConfigError(f"RunConfig({name}=): {_ELSEWHERE[name]}. Nothing was trained; leave it out.")
+        return object.__new__(cls)
 
     model_dir: str | None = None
     """Directory or URL of the checkpoints; by default `checkpoints` in the run directory."""
@@ -72,6 +95,13 @@ class EstimatorConfig:
 
     save_summary_steps: int | None = None
     """Steps between values for TensorBoard; None: none are written."""
+
+    log_step_count_steps: int | None = None
+    """Without effect: progress shows the speed while it trains, and `shoal status` afterwards."""
+
+    def replace(self, **changes: Any) -> EstimatorConfig:
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)
 
 
 RunConfig = EstimatorConfig
@@ -116,6 +146,9 @@ class EvalSpec:
 
     input_fn: InputFn
     steps: int | None = None
+    start_delay_secs: float | None = None
+    throttle_secs: float | None = None
+    """Without effect, as start_delay_secs: all workers evaluate, after each epoch and checkpoint."""
 
 
 class StopAtStepHook(StopAtStep):
@@ -135,7 +168,16 @@ class CheckpointSaverHook(ModelCheckpoint):
 
 
 class SummarySaverHook(TensorBoard):
-    """Writes loss, learning rate and metrics for TensorBoard."""
+    """Writes loss, learning rate and metrics for TensorBoard, every `save_steps`."""
+
+    def __init__(
+        self, save_steps: int | None = None, save_secs: float | None = None, output_dir: str | None = None
+    ) -> None:
+        if (save_steps is None) or save_secs is not None:
+            raise ConfigError(
+                "SummarySaverHook writes by steps: give it save_steps, and no save_secs. Nothing was trained."
+            )
+        super().__init__(output_dir, every_steps=save_steps)
 
 
 class _Saver(ModelCheckpoint):
@@ -456,6 +498,12 @@ def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> tuple[dict[str, float], None]:
     """Train up to max_steps, with the evaluation data measured after each epoch and checkpoint, and at the end."""
+    if (eval_spec.throttle_secs, eval_spec.start_delay_secs) != (None, None) and jobs.rank() == 0:
+        print(
+            "note: throttle_secs and start_delay_secs of EvalSpec have no effect: all workers evaluate, after each epoch and checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
     estimator.train(
         train_spec.input_fn,
         hooks=train_spec.hooks,

@@ -23,12 +23,14 @@ from shoal.callbacks import EMA, Callback
 from shoal.config import job
 from shoal.errors import ConfigError, NoCheckpoint
 from shoal.estimator import (
+    CheckpointSaverHook,
     Estimator,
     EstimatorSpec,
     EvalSpec,
     ModeKeys,
     RunConfig,
     StopAtStepHook,
+    SummarySaverHook,
     TrainSpec,
     train_and_evaluate,
 )
@@ -203,6 +205,36 @@ def test_estimators_of_one_launched_script_share_their_model_dir(
     assert "steps 3.0 6.0 6.0 9.0 True" in done.stdout
 
 
+def steps_of(folder: Path) -> list[int]:
+    """Steps whose loss TensorBoard would show."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [each.step for each in EventAccumulator(str(folder)).Reload().Scalars("step/loss")]
+
+
+@pytest.mark.filterwarnings("ignore")  # tensorboard's own
+def test_hooks_save_checkpoints_and_summaries_where_and_as_often_as_they_say(tmp_path: Path) -> None:
+    own, summaries = tmp_path / "own", tmp_path / "summaries"
+    config = RunConfig(model_dir=str(tmp_path / "model"), log_step_count_steps=100)
+    one = Estimator(model_fn, ALL, config.replace(save_summary_steps=3))
+    hooks = [
+        CheckpointSaverHook(str(own), save_steps=4),
+        SummarySaverHook(save_steps=2, output_dir=str(summaries)),
+    ]
+    one.train(lambda: data().repeat().batch(8), hooks=hooks, steps=9)
+    assert [Path(path).name for path in list_checkpoints(own)] == ["step-000000004", "step-000000008"]
+    assert steps_of(summaries) == [2, 4, 6, 8]
+    assert steps_of(tmp_path / "run/tensorboard") == [3, 6, 9]
+    assert config.save_summary_steps is None
+
+
+def test_throttled_evaluation_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = Estimator(model_fn, ALL, model_dir=str(tmp_path / "model"))
+    spec = EvalSpec(lambda: data().batch(8), throttle_secs=600)
+    train_and_evaluate(one, TrainSpec(lambda: data().repeat().batch(8), max_steps=2), spec)
+    assert "throttle_secs and start_delay_secs of EvalSpec have no effect" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("run", "said"),
     [
@@ -224,6 +256,11 @@ def test_estimators_of_one_launched_script_share_their_model_dir(
         (lambda: Estimator(lambda features: 3).train(lambda: data().batch(8)), "model_fn returned a int"),
         (lambda: Estimator(model_fn, ALL).train(data().batch(8)), "input_fn must be a function"),  # type: ignore[arg-type]
         (lambda: Estimator(model_fn, ALL).evaluate(lambda: data().batch(8)), "nothing was trained in it yet"),
+        (
+            lambda: RunConfig(train_distribute=None),
+            r"RunConfig\(train_distribute=\): .* shoal run --strategy",
+        ),
+        (lambda: SummarySaverHook(save_secs=60), "by steps: give it save_steps"),
     ],
 )
 def test_bad_input_of_an_estimator_is_one_paragraph(run: Callable[[], object], said: str) -> None:
