@@ -49,8 +49,7 @@ def follow(page: Path, wheel: Path) -> dict[str, float | str]:
         }  # fmt: skip
         began, place, installed_s, said = time.perf_counter(), folder, 0.0, ""
         for command in commands(page):
-            # The one change: the wheel in the place of the name, which no index has yet.
-            line = command.replace("'shoal[", f"'{wheel}[").replace("install shoal", f"install {wheel}")
+            line = command.replace("/path/to/shoal", str(wheel))
             done = subprocess.run(
                 ["bash", "-c", f"{line} && pwd > {folder}/where"],
                 cwd=place,

@@ -3,7 +3,7 @@
 Dense, Conv2D, LSTM and a layer of one's own; compile, fit, evaluate and predict stay as they are. `--plain` leaves shoal
 out, and prints the same numbers.
 
-    pip install 'shoal[keras]'
+    pip install 'keras>=3.10'
     python examples/keras_model.py --plain
     shoal run -n 3 examples/keras_model.py
     shoal run -n 2 --strategy fsdp examples/keras_model.py

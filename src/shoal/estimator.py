@@ -8,9 +8,11 @@ holds the checkpoints: train goes on from the newest, evaluate and predict load 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -31,8 +33,9 @@ from shoal.train.arguments.arrays import batches_of_arrays
 from shoal.train.callbacks.base import Callback
 from shoal.train.callbacks.logs import TensorBoard
 from shoal.train.callbacks.monitored import ModelCheckpoint, StopAtStep
+from shoal.train.calls import described
 from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint, step_path
-from shoal.train.checkpoint.saving import fit_starts
+from shoal.train.checkpoint.saving import continues_at, fit_starts, saved_origin
 from shoal.train.checkpoint.storage import MANIFEST, Place
 from shoal.train.trainer import Trainer
 
@@ -47,9 +50,30 @@ class ModeKeys(StrEnum):
     PREDICT = "infer"
 
 
+_STRATEGY = "a strategy is chosen at launch: shoal run --strategy"
+_TRANSPORT = "shoal has transports of its own, and options of `shoal run` for them"
+_ELSEWHERE = {
+    "train_distribute": _STRATEGY,
+    "eval_distribute": _STRATEGY,
+    "experimental_distribute": _STRATEGY,
+    "device_fn": "--strategy ps distributes parameters over the servers",
+    "session_config": "devices and memory are options of `shoal run`: --device, --resources",
+    "protocol": _TRANSPORT,
+    "experimental_max_worker_delay_secs": "workers begin together",
+    "session_creation_timeout_secs": "workers are waited for as long as --join-timeout says",
+    "checkpoint_save_graph_def": "a model is a module, and export(..., serving_input_fn) writes its program",
+}
+"""Fields of tf.estimator.RunConfig whose counterpart is no field here."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorConfig:
     """How to train, by the names of tf.estimator.RunConfig."""
+
+    def __new__(cls, **given: Any) -> EstimatorConfig:
+        for name in given.keys() & _ELSEWHERE.keys():
+            raise ConfigError(f"RunConfig({name}=): {_ELSEWHERE[name]}. Nothing was trained; leave it out.")
+        return object.__new__(cls)
 
     model_dir: str | None = None
     """Directory or URL of the checkpoints; by default `checkpoints` in the run directory."""
@@ -71,6 +95,13 @@ class EstimatorConfig:
 
     save_summary_steps: int | None = None
     """Steps between values for TensorBoard; None: none are written."""
+
+    log_step_count_steps: int | None = None
+    """Without effect: progress shows the speed while it trains, and `shoal status` afterwards."""
+
+    def replace(self, **changes: Any) -> EstimatorConfig:
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)
 
 
 RunConfig = EstimatorConfig
@@ -115,6 +146,9 @@ class EvalSpec:
 
     input_fn: InputFn
     steps: int | None = None
+    start_delay_secs: float | None = None
+    throttle_secs: float | None = None
+    """Without effect, as start_delay_secs: all workers evaluate, after each epoch and checkpoint."""
 
 
 class StopAtStepHook(StopAtStep):
@@ -134,7 +168,16 @@ class CheckpointSaverHook(ModelCheckpoint):
 
 
 class SummarySaverHook(TensorBoard):
-    """Writes loss, learning rate and metrics for TensorBoard."""
+    """Writes loss, learning rate and metrics for TensorBoard, every `save_steps`."""
+
+    def __init__(
+        self, save_steps: int | None = None, save_secs: float | None = None, output_dir: str | None = None
+    ) -> None:
+        if (save_steps is None) or save_secs is not None:
+            raise ConfigError(
+                "SummarySaverHook writes by steps: give it save_steps, and no save_secs. Nothing was trained."
+            )
+        super().__init__(output_dir, every_steps=save_steps)
 
 
 class _Saver(ModelCheckpoint):
@@ -201,26 +244,18 @@ class Estimator:
             raise ConfigError(
                 f"train(steps={steps}, max_steps={max_steps}): give one of them. Nothing was trained."
             )
-        batches, resume, start, first = _batches(input_fn), None, (0, 0), (0, 0)
-        trainer, latest = self._trained(), self._latest()
-        if trainer is not None:
+        batches, resume = _batches(input_fn), None
+        if self._trained() is not None:
+            trainer, spec = self._built[ModeKeys.TRAIN]
+            trainer.replace_callbacks(self._callbacks(spec, hooks))
             start = first = (trainer.epoch, trainer.step)
-        elif latest is not None:
-            resume, start, first = latest.path, latest.position, latest.first
-        elif (own := self._newest_of_this_job()) is not None:  # which fit finds by itself
-            start = first = fit_starts(own)[0]
-        elif (resume := self._newest_before_this_job()) is not None:
-            saved = open_checkpoint(resume).progress
-            start, first = (saved["epoch"], saved["step"]), fit_starts(saved)[-1]
+        else:  # built also where nothing is left to train: checkpoints know their Trainer by its number within the script
+            trainer, spec = self._build(ModeKeys.TRAIN, batches, hooks)
+            resume, start, first = self._beginning(trainer, batches)
         last = start[1] + steps if steps is not None else max_steps
         if last is not None and last <= start[1]:
             return self
         self._refuse_short_input(batches, last, start)
-        if trainer is not None:
-            spec = self._built[ModeKeys.TRAIN][1]
-            trainer.replace_callbacks(self._callbacks(spec, hooks))
-        else:
-            trainer, spec = self._build(ModeKeys.TRAIN, batches, hooks)
         if validation is not None:
             self._validate_as_eval(trainer, validation)
         trainer.fit(
@@ -247,10 +282,17 @@ class Estimator:
 
     def evaluate(self, input_fn: InputFn, steps: int | None = None) -> dict[str, float]:
         """Loss, metrics and global_step of the newest weights."""
-        batches = _batches(input_fn)
+        batches, trained = _batches(input_fn), self._trained()
+        self._of_mode(ModeKeys.EVAL, batches)
+        made = f"evaluate of {described(batches)}, steps={steps}"
+        if trained is not None and (kept := trained.progress.kept_result(made)) is not None:
+            return kept
         trainer, _ = self._for_pass(ModeKeys.EVAL, batches)
         measured = trainer.evaluate(batches, steps=steps)
-        return {**measured, "global_step": float(self._held[ModeKeys.EVAL][1])}
+        measured["global_step"] = float(self._held[ModeKeys.EVAL][1])
+        if trained is not None:  # whose next checkpoints serve a resumed job, in which these weights are gone
+            trained.progress.keep_result(made, dict(measured))
+        return measured
 
     def predict(self, input_fn: InputFn) -> Iterator[Any]:
         """A prediction for each sample, in their order."""
@@ -339,6 +381,11 @@ class Estimator:
             )
         return spec
 
+    def _of_mode(self, mode: ModeKeys, batches: Batches) -> tuple[Trainer, EstimatorSpec]:
+        if mode not in self._built:
+            self._built[mode] = self._build(mode, batches)
+        return self._built[mode]
+
     def _for_pass(self, mode: ModeKeys, batches: Batches) -> tuple[Trainer, EstimatorSpec]:
         """The mode's own Trainer, with the weights that were trained; else with those of model_dir's newest checkpoint."""
         trained, latest = self._trained(), self._latest()
@@ -357,9 +404,7 @@ class Estimator:
             path, step = newest, int(open_checkpoint(newest, verify=False).progress["step"])
         else:
             raise NoCheckpoint(path=self.model_dir, reason="nothing was trained in it yet; call train first")
-        if mode not in self._built:
-            self._built[mode] = self._build(mode, batches)
-        trainer, spec = self._built[mode]
+        trainer, spec = self._of_mode(mode, batches)
         if self._held.get(mode) != (path, step):
             is_passed = trained is None or trained.progress.passed_results is not None
             if trained is not None and not is_passed and (path, step) not in self._held.values():
@@ -371,9 +416,7 @@ class Estimator:
 
     def _validate_as_eval(self, trainer: Trainer, validation: Batches) -> None:
         """Measure within fit what `evaluate` measures: loss and metrics of mode EVAL."""
-        if ModeKeys.EVAL not in self._built:
-            self._built[ModeKeys.EVAL] = self._build(ModeKeys.EVAL, validation)
-        measured = self._built[ModeKeys.EVAL][0]
+        measured, _ = self._of_mode(ModeKeys.EVAL, validation)
         if measured.config.loss.is_in_forward != trainer.config.loss.is_in_forward:
             raise ConfigError(
                 "model_fn returned loss='model' for one of the modes 'train' and 'eval', and another loss for the other: one forward "
@@ -391,20 +434,36 @@ class Estimator:
         """Training of this script in model_dir. By the script's own record: in a launched job files may be newer."""
         return _LATEST.get(self.model_dir) if self._is_own_dir and jobs.current().launched else None
 
+    def _beginning(
+        self, trainer: Trainer, batches: Batches
+    ) -> tuple[str | None, tuple[int, int], tuple[int, int]]:
+        """Of a new Trainer: the checkpoint to name to fit, epoch and step of this train, and of the fit that began there or before."""
+        if (latest := self._latest()) is not None:
+            return latest.path, latest.position, latest.first
+        if (own := self._newest_of_this_job(trainer.number)) is not None:  # which fit finds by itself
+            first = fit_starts(own)[0]
+            return None, saved_origin(own) or first, first
+        if (newest := self._newest_before_this_job()) is not None:
+            saved = open_checkpoint(newest).progress
+            return newest, continues_at(saved, batches, trainer.num_workers), fit_starts(saved)[-1]
+        return None, (0, 0), (0, 0)
+
     def _newest_before_this_job(self) -> str | None:
         """Newest checkpoint from before this job: a replacement worker runs the script again, and must
         ignore those that its own job saved meanwhile.
         """
         return next((path for path, is_own in self._checkpoints() if not is_own), None)
 
-    def _newest_of_this_job(self) -> dict[str, Any] | None:
-        """Progress of the checkpoint that a resumed job goes on from, where this job wrote it."""
+    def _newest_of_this_job(self, number: int) -> dict[str, Any] | None:
+        """Progress of the checkpoint from which the Trainer of this number goes on in a resumed job, where this job wrote it."""
         for path, is_own in self._checkpoints():
             if is_own and jobs.current().resume:
                 with contextlib.suppress(
                     CheckpointError
                 ):  # fit tells of a damaged one, and takes the one before it
-                    return open_checkpoint(path, verify=False).progress
+                    progress = open_checkpoint(path, verify=False).progress
+                    if progress["fit"].get("trainer") in (None, number):
+                        return progress
         return None
 
     def _checkpoints(self) -> Iterator[tuple[str, bool]]:
@@ -436,6 +495,12 @@ def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> tuple[dict[str, float], None]:
     """Train up to max_steps, with the evaluation data measured after each epoch and checkpoint, and at the end."""
+    if (eval_spec.throttle_secs, eval_spec.start_delay_secs) != (None, None) and jobs.rank() == 0:
+        print(
+            "note: throttle_secs and start_delay_secs of EvalSpec have no effect: all workers evaluate, after each epoch and checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
     estimator.train(
         train_spec.input_fn,
         hooks=train_spec.hooks,

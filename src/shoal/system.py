@@ -522,14 +522,21 @@ class PacketStream(socket.socket):
                 try:
                     if packet:
                         self._send_whole(packet, ancdata, flags)
-                    while self._later:
-                        self._send_rest(memoryview(self._later[0]))
-                        del self._later[0]
+                    self._send_later()
+                except BlockingIOError:
+                    # Nothing of this packet went. Those of handlers count as sent, and the caller may never send again.
+                    self._send_later()
+                    raise
                 finally:
                     self._is_within = False
                 if not self._later:  # a handler may have come after the last look
                     return len(data)
                 packet = b""
+
+    def _send_later(self) -> None:
+        while self._later:
+            self._send_rest(memoryview(self._later[0]))
+            del self._later[0]
 
     def _send_whole(self, packet: bytes, ancdata: Any, flags: int) -> None:
         sent = super().sendmsg([packet], ancdata, flags)

@@ -46,6 +46,8 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_default(
     origins = {name: option.origin for name, option in config.options.items()}
     assert origins["workers"] == origins["strategy"] == "command line"
     assert origins["step_timeout"] == origins["batchnorm"] == str(file)
+    assert origins["script"] == origins["args"] == str(file)
+    assert config.options["args"].value == "--lr 0.1"
     assert origins["grace"] == "default"
     assert config.options["workers"].value == 3
 
@@ -57,6 +59,8 @@ def test_arguments_of_the_file_belong_to_its_script(
     for words in (["train.py", "--lr", "1"], ["other.py"], ["train.py"]):
         assert shoal("run", "--config", str(file), *words).exit_code == 0
     assert [config.args for config in launched] == [("--lr", "1"), (), ("--lr", "0.1")]
+    said = [(config.options["args"].value, config.options["args"].origin) for config in launched]
+    assert said == [("--lr 1", "command line"), (None, "default"), ("--lr 0.1", str(file))]
 
 
 def test_hosts_in_a_list_and_resources_in_a_table(
@@ -100,6 +104,17 @@ def test_what_is_wrong_in_the_file_is_named_and_nothing_starts(
     assert result.exit_code != 0
     assert re.search(said, " ".join(result.output.split())), result.output
     assert not (file.parent / "runs").exists()
+
+
+def test_the_file_of_the_guide_runs_as_it_is_written(
+    shoal: Shoal, launched: list[LaunchConfig], file: Path
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/running.md").read_text()
+    [block] = re.findall(r"```toml\n(.*?)```", guide, re.S)
+    file.write_text(block)
+    result = shoal("run", "--config", str(file))
+    assert result.exit_code == 0, result.output
+    assert (launched[0].strategy, launched[0].num_servers, launched[0].args) == ("ps", 2, ("--lr", "0.001"))
 
 
 def test_a_file_that_is_not_there_is_named(shoal: Shoal) -> None:

@@ -14,8 +14,9 @@ from invoking import Shoal
 from rich.console import Console
 
 from shoal.cli.inspect.status import _list_table
+from shoal.cluster.launch.api import resume_config
 from shoal.cluster.launch.run_directory import RunDirectory
-from shoal.config.launch import HostFacts, RunConfig, Versions
+from shoal.config.launch import GivenOption, HostFacts, RunConfig, Versions
 from shoal.observe import runs
 from shoal.observe.live import look
 
@@ -45,6 +46,26 @@ def make_run(shoal: Shoal) -> MakeRun:
         )
 
     return make
+
+
+def test_options_are_shown_with_their_origin_also_after_a_resume(shoal: Shoal, make_run: MakeRun) -> None:
+    options = {
+        "workers": GivenOption(value=2, origin="cfg.toml"),
+        "args": GivenOption(value="--lr 0.1", origin="cfg.toml"),
+        "exchange": GivenOption(value="ring", origin="command line"),
+        "grace": GivenOption(value=60.0, origin="default"),
+    }
+
+    def shown(name: str, given: dict[str, GivenOption]) -> str:
+        make_run(name, options=given, exchange="ring").close()
+        return " ".join(shoal("status", name).output.split())
+
+    assert "options workers 2, args --lr 0.1 (cfg.toml); exchange ring (command line) seed" in shown(
+        "click", options
+    )
+    resumed = resume_config("runs/click", workers=1).options
+    assert "workers 1 (command line (resume)); args --lr 0.1 (cfg.toml)" in shown("resumed", resumed)
+    assert "exchange" not in resume_config("runs/click", strategy="fsdp").options  # it belonged to the former
 
 
 def write_steps(run: RunDirectory, *lines: dict[str, Any], torn: str = "") -> None:

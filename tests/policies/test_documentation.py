@@ -14,6 +14,7 @@ import typer
 from parsed import ROOT
 from typer.core import TyperCommand, TyperGroup
 
+import shoal
 from shoal.cli import VERBS, load
 
 PAGES = sorted([ROOT / "README.md", ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")])
@@ -32,6 +33,33 @@ def test_commands_and_their_options_exist(page: Path) -> None:
     for line in _command_lines(page.read_text()):
         problem = _problem(line)
         assert problem is None, f"{page.relative_to(ROOT)}: `{line}`: {problem}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    documented = set(re.findall(r"^::: (\S+)", pages, re.M))
+    modules = {name for name in shoal.__all__ if f"shoal.{name}" == shoal._HOMES[name]}
+    wanted = {f"shoal.data.{name}" for name in shoal.data.__all__} | {
+        f"shoal.{name}" for name in shoal.__all__
+    }
+    lacking = wanted - documented - {"shoal.data", "shoal.Dataset"}
+    assert {name for name in lacking if name.removeprefix("shoal.") not in modules} == set()
+    assert all(any(each.startswith(f"shoal.{name}") for each in documented) for name in modules)
+
+
+NOT_OURS = re.compile(r"pip install (?:--?[\w-]+ )*'?shoal\b")
+"""The name on the Python index, which is another project's."""
+
+
+def test_nothing_installs_the_project_that_has_our_name_on_the_index() -> None:
+    sources = [path for folder in ("src", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (*PAGES, *sources)
+        for line in path.read_text().splitlines()
+        if NOT_OURS.search(line) and "installs another project" not in line
+    ]
+    assert not found
 
 
 def test_every_migrated_script_has_a_page_and_a_counterpart() -> None:

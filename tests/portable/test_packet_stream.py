@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -56,6 +58,32 @@ def test_a_packet_sent_by_a_signals_handler_comes_behind_the_one_that_is_being_s
         signal.signal(signal.SIGUSR1, before)
     assert is_blocked.is_set()
     assert [len(each) for each in received] == [PACKET, len(b"from the handler")]
+
+
+class Interrupted(PacketStream):
+    """A signal's handler sends, too, just before the first packet that finds no room."""
+
+    def _send_whole(self, packet: bytes, ancdata: Any, flags: int) -> None:
+        if len(packet) > 100:
+            self.send(b"from the handler")
+        super()._send_whole(packet, ancdata, flags)
+
+
+def test_a_handlers_packet_is_sent_though_the_one_it_came_behind_found_no_room() -> None:
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    num_filled = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            num_filled += one.send(bytes(4096))
+    sender, receiver = Interrupted(fileno=one.detach()), PacketStream(fileno=other.detach())
+    with sender, receiver:
+        drained = threading.Timer(0.2, lambda: socket.socket.recv(receiver, num_filled, socket.MSG_WAITALL))
+        drained.start()
+        with pytest.raises(BlockingIOError):
+            sender.send(bytes(4096))
+        drained.join()
+        assert receiver.next_packet(socket.MSG_DONTWAIT) == b"from the handler"
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])

@@ -34,6 +34,9 @@ CASES = {
         "processes/test_map_workers.py::test_a_killed_worker_takes_its_readers_along_and_its_replacement_has_its_own",
     ),
     "ps": ("processes/test_ps_recovery.py::test_a_killed_server_is_taken_over_by_its_replicas",),
+    "the control socket": (
+        "processes/test_scaling.py::test_workers_are_scaled_up_and_down_in_the_middle_of_a_fit",
+    ),
     "ends of a job": (
         "processes/test_signals.py::test_asked_once_a_job_saves_and_leaves",
         "processes/test_signals.py::test_a_killed_supervisor_leaves_no_process",

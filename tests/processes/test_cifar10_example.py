@@ -55,3 +55,20 @@ def test_files_of_cifar_10_are_read_and_augmented(tmp_path: Path, monkeypatch: p
     cropped, _ = data.augment(cifar10.augmented, seed=0)[2]
     assert cropped.shape == (3, 32, 32)
     assert (cropped[0] < 0).any()  # the padding is black
+
+
+def test_the_recipe_trains_on_files_of_cifar_10(
+    launch_script: Callable[..., Launched], tmp_path: Path
+) -> None:
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
+        records = generator.integers(0, 256, (32, 3073), dtype=np.uint8)
+        records[:, 0] = np.arange(32) % 10
+        records.tofile(folder / name)
+    args = ("--data", str(folder), "--epochs", "1", "--width", "4")
+    done = launch_script(FOLDER / "cifar10.py", workers=2, args=args, name="files", quiet=True)
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    assert done.summary["steps"] == 3  # 160 pictures, 64 of them in a step
+    assert numbers(r"epoch 1: loss ([\d.]+), top-1 [\d.]+, top-5 ([\d.]+)", done.stdout)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,14 @@ from shoal.callbacks import EMA, Callback
 from shoal.config import job
 from shoal.errors import ConfigError, NoCheckpoint
 from shoal.estimator import (
+    CheckpointSaverHook,
     Estimator,
     EstimatorSpec,
     EvalSpec,
     ModeKeys,
     RunConfig,
     StopAtStepHook,
+    SummarySaverHook,
     TrainSpec,
     train_and_evaluate,
 )
@@ -201,6 +205,36 @@ def test_estimators_of_one_launched_script_share_their_model_dir(
     assert "steps 3.0 6.0 6.0 9.0 True" in done.stdout
 
 
+def steps_of(folder: Path) -> list[int]:
+    """Steps whose loss TensorBoard would show."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [each.step for each in EventAccumulator(str(folder)).Reload().Scalars("step/loss")]
+
+
+@pytest.mark.filterwarnings("ignore")  # tensorboard's own
+def test_hooks_save_checkpoints_and_summaries_where_and_as_often_as_they_say(tmp_path: Path) -> None:
+    own, summaries = tmp_path / "own", tmp_path / "summaries"
+    config = RunConfig(model_dir=str(tmp_path / "model"), log_step_count_steps=100)
+    one = Estimator(model_fn, ALL, config.replace(save_summary_steps=3))
+    hooks = [
+        CheckpointSaverHook(str(own), save_steps=4),
+        SummarySaverHook(save_steps=2, output_dir=str(summaries)),
+    ]
+    one.train(lambda: data().repeat().batch(8), hooks=hooks, steps=9)
+    assert [Path(path).name for path in list_checkpoints(own)] == ["step-000000004", "step-000000008"]
+    assert steps_of(summaries) == [2, 4, 6, 8]
+    assert steps_of(tmp_path / "run/tensorboard") == [3, 6, 9]
+    assert config.save_summary_steps is None
+
+
+def test_throttled_evaluation_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = Estimator(model_fn, ALL, model_dir=str(tmp_path / "model"))
+    spec = EvalSpec(lambda: data().batch(8), throttle_secs=600)
+    train_and_evaluate(one, TrainSpec(lambda: data().repeat().batch(8), max_steps=2), spec)
+    assert "throttle_secs and start_delay_secs of EvalSpec have no effect" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("run", "said"),
     [
@@ -222,6 +256,11 @@ def test_estimators_of_one_launched_script_share_their_model_dir(
         (lambda: Estimator(lambda features: 3).train(lambda: data().batch(8)), "model_fn returned a int"),
         (lambda: Estimator(model_fn, ALL).train(data().batch(8)), "input_fn must be a function"),  # type: ignore[arg-type]
         (lambda: Estimator(model_fn, ALL).evaluate(lambda: data().batch(8)), "nothing was trained in it yet"),
+        (
+            lambda: RunConfig(train_distribute=None),
+            r"RunConfig\(train_distribute=\): .* shoal run --strategy",
+        ),
+        (lambda: SummarySaverHook(save_secs=60), "by steps: give it save_steps"),
     ],
 )
 def test_bad_input_of_an_estimator_is_one_paragraph(run: Callable[[], object], said: str) -> None:
@@ -229,43 +268,100 @@ def test_bad_input_of_an_estimator_is_one_paragraph(run: Callable[[], object], s
         run()
 
 
-TWO_TRAINS = """
+HEAD = """
 import shoal, torch
 from pathlib import Path
 from shoal.estimator import Estimator, EstimatorSpec, RunConfig
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+once = lambda: shoal.Dataset.from_arrays((x, x.sum(1, keepdim=True))).batch(8)
 data = lambda: shoal.Dataset.from_arrays((x, x.sum(1, keepdim=True))).repeat().batch(8)
 def model_fn(features, mode):
     return EstimatorSpec(mode=mode, model=torch.nn.Linear(4, 1), loss="mse", optimizer=lambda p: torch.optim.Adam(p, 0.1))
 class Cut(shoal.callbacks.Callback):
     def on_step_end(self, trainer, logs):
-        if trainer.step == 7 and Path("cut").exists():
+        if Path("cut").exists() and trainer.step == int(Path("cut").read_text()):
             raise RuntimeError("cut")
-estimator = Estimator(model_fn, model_dir="model", config=RunConfig(save_checkpoints_steps=1))
+"""
+
+TWO_TRAINS = (
+    HEAD
+    + """
+estimator = Estimator(model_fn, model_dir="model", config=RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=KEPT))
 estimator.train(data, steps=3)
 early = estimator.evaluate(data, steps=2)
+first = next(estimator.predict(once)).item() if KEPT > 4 else 0.0
 estimator.train(data, steps=2)
 estimator.train(data, max_steps=9, hooks=[Cut()])
 measured = estimator.evaluate(data, steps=2)
 if shoal.rank() == 0:
-    print("measured", {**measured, "early": early["loss"], "early_step": early["global_step"]})
+    print("measured", {**measured, "early": early["loss"], "early_step": early["global_step"], "first": first})
 """
+)
 
 
+@pytest.mark.parametrize("num_kept", [5, 2], ids=["early-checkpoint-kept", "early-checkpoint-pruned"])
 def test_a_resumed_estimator_passes_over_the_trains_it_has_done(
-    launch_script: Callable[..., Launched], tmp_path: Path
+    launch_script: Callable[..., Launched], tmp_path: Path, num_kept: int
 ) -> None:
-    (tmp_path / "cut").touch()
-    assert launch_script(TWO_TRAINS, workers=2, name="whole").exit_code == 1
+    script = TWO_TRAINS.replace("KEPT", str(num_kept))
+    (tmp_path / "cut").write_text("7")
+    assert launch_script(script, workers=2, name="whole").exit_code == 1
     (tmp_path / "cut").unlink()
-    done = launch_script(TWO_TRAINS, workers=1, name="whole", resume=True)
+    done = launch_script(script, workers=1, name="whole", resume=True)
     assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
     resumed = next(line for line in done.stdout.splitlines() if line.startswith("measured"))
     assert "'global_step': 9.0" in resumed
     shutil.rmtree(tmp_path / "model")
-    whole = launch_script(TWO_TRAINS, workers=1, name="once")
+    whole = launch_script(script, workers=1, name="once")
     values = [
         ast.literal_eval(line.removeprefix("measured "))
         for line in (resumed, whole.stdout.strip().splitlines()[-1])
     ]
     assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
+STEPS = (
+    HEAD
+    + """
+estimator = Estimator(model_fn, model_dir="model", config=RunConfig(save_checkpoints_steps=2))
+estimator.train(data, steps=8, hooks=[Cut()])
+measured = estimator.evaluate(data, steps=2)
+if shoal.rank() == 0:
+    print("global step", int(measured["global_step"]))
+"""
+)
+
+
+def test_a_resumed_estimator_counts_its_steps_from_the_checkpoint_that_was_there_before(
+    launch_script: Callable[..., Launched], tmp_path: Path
+) -> None:
+    assert "global step 8" in launch_script(STEPS, name="before").stdout
+    (tmp_path / "cut").write_text("12")
+    assert launch_script(STEPS, workers=2, name="cut").exit_code == 1
+    (tmp_path / "cut").unlink()
+    done = launch_script(STEPS, workers=1, name="cut", resume=True)
+    assert "global step 16" in done.stdout, f"{done.error}\n{done.stderr}"
+
+
+ONCE = (
+    HEAD
+    + """
+estimator = Estimator(model_fn, model_dir="model", config=RunConfig(save_checkpoints_steps=4))
+estimator.train(once, steps=STEPS)
+measured = estimator.evaluate(once)
+if shoal.rank() == 0:
+    print("global step", int(measured["global_step"]))
+"""
+)
+
+
+@pytest.mark.parametrize("steps", ["None", "8"])
+def test_an_epoch_that_ends_with_a_checkpoint_is_over_for_the_next_process(
+    launch_script: Callable[..., Launched], tmp_path: Path, steps: str
+) -> None:
+    script = ONCE.replace("STEPS", steps)
+    assert "global step 8" in launch_script(script, workers=2, name="one").stdout
+    assert "global step 16" in launch_script(script, workers=2, name="two").stdout
+    (tmp_path / "plain.py").write_text(script)
+    plain = subprocess.run([sys.executable, "plain.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert "global step 24" in plain.stdout, plain.stderr

@@ -51,6 +51,8 @@ def test_workers_are_scaled_up_and_down_in_the_middle_of_a_fit(
     assert done.exit_code == 0, (done.error, done.stderr)
     scaled = [event for event in done.events if event["event"] == "resized"]
     assert [(each["before"], each["workers"]) for each in scaled] == [(2, 3), (3, 2)]
+    options = json.loads((done.run_dir / "config.json").read_text())["options"]
+    assert options["workers"] == {"value": 2, "origin": "resized"}
     assert "3 workers from step 8 on: the bits are no longer those of the undisturbed run" in done.stderr
     said = capsys.readouterr().out
     assert "the workers save and stop, then 3 go on" in said

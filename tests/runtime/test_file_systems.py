@@ -18,7 +18,7 @@ HAS_HDFS = importlib.util.find_spec("hdfs_native") is not None
 @pytest.mark.skipif(HAS_HDFS, reason="hdfs-native is installed")
 def test_hdfs_without_its_client_is_refused_in_one_line_with_the_way_to_install_it() -> None:
     with pytest.raises(
-        ConfigError, match=r"hdfs://nobody:9/a cannot be opened: .*pip install 'shoal\[hdfs\]'"
+        ConfigError, match=r"hdfs://nobody:9/a cannot be opened: .*pip install 'hdfs-native"
     ) as raised:
         open_file_system("hdfs://nobody:9/a")
     assert "\n" not in str(raised.value)

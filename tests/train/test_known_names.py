@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
@@ -212,6 +214,23 @@ def test_predictions_are_streamed_to_files_and_not_written_over(tmp_path: Path) 
     assert json.loads((tmp_path / "out" / "_manifest.json").read_text())["rows"] == 40
     with pytest.raises(ConfigError, match="would write over the predictions that are there"):
         one.predict(X, out=tmp_path / "out")
+
+
+def test_predictions_are_streamed_to_a_url() -> None:
+    one, url = trainer(), f"memory://predictions-{uuid.uuid4()}"
+    assert one.predict(X, batch_size=7, out=url) == {"out": url, "rows": 40}
+    system = fsspec.filesystem("memory")
+    try:
+        manifest = json.loads(system.cat(f"{url}/_manifest.json"))
+        assert (manifest["rows"], manifest["files"]) == (40, {"part-00000.parquet": 40})
+        with system.open(f"{url}/part-00000.parquet") as file:
+            table = pq.read_table(file)
+        whole = torch.as_tensor(one.predict(X))
+        assert np.allclose(np.array(table["output"].to_pylist()), whole.numpy(), atol=1e-6)
+        with pytest.raises(ConfigError, match="would write over the predictions that are there"):
+            one.predict(X, out=url)
+    finally:
+        system.rm(url, recursive=True)
 
 
 class Named(nn.Module):

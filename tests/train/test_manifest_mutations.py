@@ -30,7 +30,7 @@ WRONG = ["x", None, -1, 10**20, {}, {"$float": []}, REMOVED]
 FREE = re.compile(
     r"^(shoal|torch)$"  # who wrote it, for people
     r"|^progress\.(seed|strategy|num_workers)$|^progress\.data\b"
-    r"|^progress\.(skipped_steps|firsts|histories|results|position\.(next_index|samples|loss_|measured_at|weights|stretch))"
+    r"|^progress\.(skipped_steps|firsts|origin|histories|results|position\.(next_index|samples|loss_|measured_at|weights|stretch))"
     r"|^progress\.fit\.(first_|trainer$)"
     r"|^progress\.optimizer\.(numbers|groups\.0\.settings)|^progress\.(scheduler|callbacks|leases|loss_scale)"
 )

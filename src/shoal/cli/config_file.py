@@ -7,6 +7,7 @@ came from goes into config.json and `shoal status`.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,10 +61,14 @@ def given_options(ctx: typer.Context) -> dict[str, GivenOption]:
     origins = {"COMMANDLINE": "command line", "DEFAULT_MAP": str(file), "ENVIRONMENT": "environment"}
     found = {}
     for name, value in ctx.params.items():
-        if name in ("script", "args", "config"):  # config.json has them as they were resolved
+        if name == "config":
             continue
+        if name == "args":
+            value = shlex.join(script_args(ctx, ctx.params["script"], value)) or None
         source = ctx.get_parameter_source(name)
         origin = origins.get(source.name if source else "", "default")
+        if name == "args" and value is None:
+            origin = "default"  # those of the file belong to another script
         is_plain = value is None or isinstance(value, bool | int | float | str)
         shown = value if is_plain else str(value)
         # An address of etcd may hold a password.

@@ -162,7 +162,7 @@ def sweep(
             "--trials",
             metavar="N",
             min=1,
-            help="Runs to sample with Optuna (pip install 'shoal[sweep]'); needed for ranges.",
+            help="Runs to sample with Optuna (pip install optuna); needed for ranges.",
             show_default="every combination of the lists",
         ),
     ] = None,
@@ -346,7 +346,7 @@ def _sampled(dimensions: list[Dimension], trials: int, is_minimum: bool, seed: i
         import optuna
     except ImportError:
         raise ConfigError(
-            "--trials samples with Optuna, which is not installed. Nothing was started; `pip install 'shoal[sweep]'`, or list all "
+            "--trials samples with Optuna, which is not installed. Nothing was started; `pip install optuna`, or list all "
             "values and leave --trials out."
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)

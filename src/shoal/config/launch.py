@@ -8,6 +8,7 @@ launch the job again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -43,7 +44,14 @@ class GivenOption:
     """Value as it was resolved."""
 
     origin: str
-    """`command line`, `default`, or the file of --config."""
+    """`command line`, `default`, the file of --config; what replaced it: `command line (resume)`, `resized`."""
+
+
+def overlaid(options: dict[str, GivenOption], origin: str, **values: Any) -> dict[str, GivenOption]:
+    """Options with the values of `origin` in place of theirs; None: it said nothing of them."""
+    return options | {
+        name: GivenOption(value=value, origin=origin) for name, value in values.items() if value is not None
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

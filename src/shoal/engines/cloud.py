@@ -47,6 +47,6 @@ exec shoal join "shoal://$head:{DEFAULT_PORT}" --timeout 600
         "resources": wanted,
         "workdir": ".",
         "secrets": {KEY_VARIABLE: None},
-        "setup": "pip install shoal",
+        "setup": "pip install ./shoal-*.whl",  # in workdir
         "run": run,
     }

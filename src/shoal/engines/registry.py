@@ -11,6 +11,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
+from shoal.config.extras import install_command
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,12 +102,12 @@ def load(name: str) -> ModuleType:
     if spec.package and importlib.util.find_spec(spec.package) is None:
         raise ConfigError(
             f"--on {name} needs the Python package {spec.package}, which is not installed here. Nothing was started; install it "
-            f"with pip install 'shoal[{name}]'."
+            f"with {install_command(name)}."
         )
     if spec.oldest and _release(found := metadata.version(spec.package)) < _release(spec.oldest):
         raise ConfigError(
             f"--on {name} needs {spec.package} {spec.oldest} or newer, and {found} is installed here. Nothing was started; install it "
-            f"with pip install --upgrade 'shoal[{name}]'."
+            f"with {install_command(name)}."
         )
     if spec.program and shutil.which(spec.program) is None:
         raise ConfigError(

@@ -7,6 +7,7 @@ import socket
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
+from shoal.config.extras import install_command
 from shoal.errors import ConfigError
 
 REACH_TIMEOUT_S = 10.0
@@ -27,7 +28,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
         # Pyarrow, the fallback without hdfs-native, lists every place of a libjvm.
         said = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{url} cannot be opened: {said}. Nothing was read; install a client with pip install 'shoal[hdfs]'."
+            f"{url} cannot be opened: {said}. Nothing was read; install a client with {install_command('hdfs')}."
         ) from None
     if url.startswith("hdfs://") and all(system is not each for each in _kept):
         _reach(url)

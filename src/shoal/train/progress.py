@@ -127,6 +127,9 @@ class TrainingProgress:
     firsts: list[tuple[int, int]] = field(default_factory=list)
     """Epoch and step at which each fit of `histories` began; it may have been before a resume."""
 
+    origin: tuple[int, int] | None = None
+    """Epoch and step of the checkpoint that the script named to begin with; its first fit may have begun in an earlier job."""
+
     fit_began_s: float = 0.0
     fit_began_samples: int = 0
     num_skipped_steps: int = 0
@@ -151,19 +154,26 @@ class TrainingProgress:
         if self.passed_results is None:
             return None
 
-        def same(results: list[tuple[int, str, dict[str, Any]]]) -> list[tuple[int, str, dict[str, Any]]]:
-            return [each for each in results if each[:2] == (len(self.histories), call)]
-
-        # The same call may be made several times, with data that differ in undescribed ways.
-        left = same(self.passed_results)[len(same(self.results)) :]
-        if left:
-            self.results.append(left[0])
-            return dict(left[0][2])
+        if (kept := self.kept_result(call)) is not None:
+            return kept
         raise TrainingError(
             f"{call}, after fit {len(self.histories)} of the script, comes before the checkpoint that this job goes on from, which is of a "
             "later fit: the weights it is made with are gone, and no result of it was kept. Nothing was trained or written; what the checkpoint "
             "holds is safe. Leave the call out to go on, or call it after the last fit; predict(out=...) keeps its files."
         )
+
+    def kept_result(self, call: str) -> dict[str, Any] | None:
+        """Result of a call made before the checkpoint of a later fit, if one was kept."""
+
+        def same(results: list[tuple[int, str, dict[str, Any]]]) -> list[tuple[int, str, dict[str, Any]]]:
+            return [each for each in results if each[:2] == (len(self.histories), call)]
+
+        # The same call may be made several times, with data that differ in undescribed ways.
+        left = same(self.passed_results or [])[len(same(self.results)) :]
+        if not left:
+            return None
+        self.results.append(left[0])
+        return dict(left[0][2])
 
     def begin_fit(self, start: FitStart) -> None:
         self.firsts[len(self.histories) :] = [start.first]
@@ -193,6 +203,7 @@ def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[],
     callbacks = [callback.state() for callback in trainer.callbacks]
     lengths = [len(history.epochs) for history in progress.histories]
     results, passed, firsts = list(progress.results), progress.passed_results, list(progress.firsts)
+    origin = progress.origin
     skipped, newest, line = progress.num_skipped_steps, progress.newest_checkpoint, progress.last_line
 
     def state() -> dict[str, Any]:
@@ -210,6 +221,7 @@ def snapshot(trainer: Trainer, place: LoopPlace = BEFORE_A_STEP) -> Callable[[],
             "results": results,
             "passed_results": passed,
             "firsts": firsts,
+            "origin": origin,
             "began_samples": progress.fit_began_samples,
             "elapsed_s": time.monotonic() - progress.fit_began_s,
             "skipped_steps": skipped,
@@ -262,6 +274,7 @@ def restore(trainer: Trainer, given: dict[str, Any]) -> None:
         callback.load_state(state)
     progress.histories[:] = [History(epochs) for epochs in given["histories"]]
     progress.firsts[:] = map(tuple, given["firsts"])
+    progress.origin = given["origin"]
     progress.results[:] = map(tuple, given["results"])
     progress.passed_results = given["passed_results"]
     progress.num_skipped_steps = given["skipped_steps"]

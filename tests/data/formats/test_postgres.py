@@ -344,7 +344,7 @@ def test_a_host_that_never_answers_is_given_up() -> None:
 def test_without_the_driver_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "adbc_driver_postgresql", None)
     with pytest.raises(
-        ConfigError, match=r"ADBC, which is not installed here.*pip install 'shoal\[postgres\]'"
+        ConfigError, match=r"ADBC, which is not installed here.*pip install 'adbc-driver-manager"
     ):
         Dataset.from_sql("people", "postgresql://me@127.0.0.1/db")
 

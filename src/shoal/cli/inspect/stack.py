@@ -89,7 +89,7 @@ def _spy() -> list[str]:
     found = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if found is None:
         raise ConfigError(
-            "`shoal stack` needs py-spy, which is not installed. Nothing was done; install it with `pip install 'shoal[stack]'`."
+            "`shoal stack` needs py-spy, which is not installed. Nothing was done; install it with `pip install py-spy`."
         )
     return [found]
 

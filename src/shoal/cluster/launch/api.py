@@ -49,7 +49,7 @@ from shoal.config import exchange_rule, parallel_options
 from shoal.config import strategy as strategies
 from shoal.config.hosts import HostsConfig, parse_journal
 from shoal.config.job import Job, refuse_others
-from shoal.config.launch import LaunchConfig, RunConfig, Versions
+from shoal.config.launch import LaunchConfig, RunConfig, Versions, overlaid
 from shoal.config.parallel_options import as_typed, kept_of, options_of
 from shoal.engines import tasks
 from shoal.errors import ClusterError, ConfigError, ScriptFailed, ScriptNotFound, ShoalError
@@ -206,6 +206,7 @@ def resume_config(
     path = Path(run).absolute()
     before = read_config(path)
     num_workers = before.workers if workers is None else workers
+    dropped = {"hosts"}  # of the options that were given, as far as they no longer hold
     num_hosts = before.hosts_asked.num_hosts if before.hosts_asked is not None else max(1, len(before.hosts))
     if strategy is None or strategy.lower() == before.strategy:
         said = {
@@ -219,6 +220,7 @@ def resume_config(
             said["exchange_rule"] = ""  # other workers compute the sums, so their order need not be kept
     else:
         said = {"strategy": strategy, **kept_of(before)}
+        dropped |= options_of(before).keys() - said.keys()
     if hosts is None:
         said["tls"] = False  # there is no traffic between hosts to encrypt
     if shard is not None:
@@ -227,6 +229,16 @@ def resume_config(
         said["servers"] = servers
     if table_memory is not None:
         said["table_memory"] = table_memory
+    options = overlaid(
+        {name: given for name, given in before.options.items() if name not in dropped},
+        "command line (resume)",
+        workers=workers,
+        shard=shard,
+        strategy=strategy,
+        servers=servers,
+        table_memory=table_memory,
+        hosts=hosts.num_hosts if hosts is not None else None,
+    )
     # A job that ran before may run again, even where it oversubscribes the machine.
     is_larger = num_workers > before.workers or isinstance(servers, str) or (servers or 0) > before.servers
     is_larger |= (hosts.num_hosts if hosts else 1) < num_hosts  # for each machine
@@ -234,7 +246,7 @@ def resume_config(
         script=before.script,
         module=before.module,
         args=tuple(before.args),
-        options=before.options,
+        options=options,
         workers=num_workers,
         name=path.name,
         run_dir=str(path.parent),
@@ -412,6 +424,8 @@ def _relaunch(
     if outcome.num_servers:
         replicas = min(before.replicas, outcome.num_servers)
         config = replace(config, servers=outcome.num_servers, replicas=replicas)
+    if config.workers != before.workers:
+        config = replace(config, options=overlaid(config.options, "resized", workers=config.workers))
     described = replace(_describe(config, available_cores()), started=before.started)
     own_parts = run.path / scratch.NAME / "own-parts"
     if described.workers != before.workers and own_parts.exists():

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
+from shoal.config.extras import install_command
 from shoal.errors import ConfigError, FileDamaged, QueryRefused
 
 BadValue: TypeAlias = tuple[int, str, str]
@@ -372,7 +373,7 @@ class PostgresDatabase:
         except ImportError:
             raise ConfigError(
                 "PostgreSQL is read through ADBC, which is not installed here. Nothing was read; install it with "
-                "`pip install 'shoal[postgres]'`."
+                f"`{install_command('postgres')}`."
             ) from None
         try:
             return PostgresSession(dbapi.connect(self._url), dbapi.Error, self)

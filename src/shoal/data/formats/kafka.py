@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 
+from shoal.config.extras import install_command
 from shoal.data.arguments import by_name
 from shoal.data.formats.arrow import Fill, columns_of, decoded
 from shoal.data.formats.lines import TextPlace
@@ -57,7 +58,7 @@ class KafkaLog:
         except ImportError:
             raise ConfigError(
                 "from_stream reads Kafka through the package confluent-kafka, which is not installed. Nothing was read; "
-                "pip install 'shoal[kafka]'."
+                f"{install_command('kafka')}."
             ) from None
         self._kafka: Any = confluent_kafka
         self.place, self._wish, self.row_bytes = f"kafka://{parts.netloc}/{self._topic}", wish, 64

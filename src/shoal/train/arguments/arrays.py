@@ -61,7 +61,7 @@ def batches_of_arrays(
 
 
 def _is_frame(data: Any) -> bool:
-    # pandas and polars alike, without importing either.
+    # By what it has: pandas is not imported for it.
     return hasattr(data, "to_numpy") and (hasattr(data, "columns") or hasattr(data, "name"))
 
 

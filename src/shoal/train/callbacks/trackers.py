@@ -18,6 +18,7 @@ import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.extras import install_command
 from shoal.errors import ConfigError, Interrupted
 from shoal.train.callbacks.base import Callback, StepLogs
 from shoal.train.callbacks.logs import StepInterval, named_rates
@@ -42,7 +43,7 @@ class Tracker(Callback, abc.ABC):
     """Base of trackers: metrics of steps and epochs as numbers by name, at a step."""
 
     package = ""
-    """Its extra, as in `pip install 'shoal[mlflow]'`."""
+    """Its extra."""
 
     def __init__(self, *, every_steps: int = 10) -> None:
         """`every_steps`: report every so many steps, and every epoch."""
@@ -94,7 +95,7 @@ class Tracker(Callback, abc.ABC):
                 ) from None
             raise ConfigError(
                 f"the {name} callback needs a package that is not installed ({error}). Nothing was trained; install it with "
-                f"`pip install 'shoal[{self.package}]'`, or leave the callback out."
+                f"`{install_command(self.package)}`, or leave the callback out."
             ) from None
         if job.launched and opened:
             with contextlib.suppress(OSError):  # then a resumed run is a new one there

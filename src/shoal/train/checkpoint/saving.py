@@ -305,6 +305,7 @@ def _apply(trainer: Trainer, batches: Batches, found: Checkpoint, *, is_named: b
     _load(trainer, found, with_optimizer=True)
     for name, value in saved["position"].items():
         setattr(progress.position, name, value)
+    progress.origin = continues_at(saved, batches, trainer.num_workers) if is_named else saved_origin(saved)
     # Each turn is a commit, and draws its own numbers.
     trainer.strategy.step = trainer.step * len(trainer.turns)
     leases = _leases(trainer, saved)
@@ -339,6 +340,20 @@ def fit_starts(saved: dict[str, Any]) -> list[tuple[int, int]]:
     fit = saved["fit"]
     own = (fit["first_epoch"], fit["first_step"])
     return [*map(tuple, saved.get("firsts") or [(0, 0)] * fit["number"]), own]
+
+
+def continues_at(saved: dict[str, Any], batches: Batches, num_workers: int) -> tuple[int, int]:
+    """Epoch and step from which training goes on; after an epoch's last step that is the next epoch, though its end is still to be run."""
+    position = saved["position"]
+    is_ended = (
+        position["next_index"] > 0 and batches.num_steps(num_workers, start=position["next_index"]) == 0
+    )
+    return saved["epoch"] + is_ended, saved["step"]
+
+
+def saved_origin(saved: dict[str, Any]) -> tuple[int, int] | None:
+    """Where the script began, if it named a checkpoint to begin with; see TrainingProgress.origin."""
+    return tuple(saved["origin"]) if saved.get("origin") else None
 
 
 def _tell_changed_params(trainer: Trainer, saved: dict[str, Any]) -> None:
@@ -441,6 +456,7 @@ class _Progress(msgspec.Struct, kw_only=True):
     position: Position
     fit: _Fit
     firsts: list[tuple[Size, Size]] = []
+    origin: tuple[Size, Size] | None = None
     histories: list[list[dict[str, float]]]
     results: list[tuple[Size, str, dict[str, Any]]] = []
     skipped_steps: Size
@@ -473,6 +489,8 @@ def _check_progress(saved: dict[str, Any]) -> None:
         raise ValueError(f"it stands at sample {position.next_index} of {num_samples}")
     if fit.first_epoch > said.epoch or fit.first_step > said.step or fit.number >= len(said.histories):
         raise ValueError("its fit begins after it")
+    if said.origin is not None and said.origin[1] > said.step:
+        raise ValueError("its script begins after it")
     begun = [*said.firsts, (fit.first_epoch, fit.first_step)]
     if begun != sorted(begun) or len(said.firsts) not in (0, fit.number):
         raise ValueError("its fits do not follow each other")
@@ -493,6 +511,7 @@ def _to_save(trainer: Trainer) -> dict[str, Any]:
             "trainer": trainer.number,
         },
         "firsts": progress.firsts[:-1],
+        "origin": progress.origin,
         "histories": [history.epochs for history in progress.histories],
         "results": progress.results,
         "skipped_steps": progress.num_skipped_steps,
