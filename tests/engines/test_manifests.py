@@ -1,6 +1,7 @@
-"""Rendered files: Kubernetes' kinds, JobSet and TrainJob against their published schemas, SkyPilot's by SkyPilot and a shell.
+"""Rendered files: Kubernetes' kinds, JobSet and TrainJob against their published schemas, SkyPilot's commands by a shell.
 
 The schemas of JobSet and TrainJob are those of Kubeflow's own client (kubeflow-trainer-api), generated from its OpenAPI.
+SkyPilot itself clashes with our pins; it read the task files once, outside of the tests (ADR 56).
 """
 
 from __future__ import annotations
