@@ -16,6 +16,14 @@ NUM_CPUS = 4
 """As Slurm is told: slots of tests need not wait for each other on a small machine."""
 
 
+FREEZER = Path("/sys/fs/cgroup/freezer")
+
+
+def proctrack() -> str:
+    """proctrack/cgroup, as clusters have it, where this machine lets Slurm make groups; else proctrack/pgid."""
+    return "cgroup" if os.access(FREEZER, os.W_OK) else "pgid"
+
+
 def unsupported() -> str:
     """Why there can be none here."""
     return "" if os.getuid() == 0 else "a Slurm of one's own needs root"
@@ -34,6 +42,7 @@ class SlurmCluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
         name = platform.node()
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         conf.write_text(
             f"""ClusterName=shoal
 SlurmctldHost={name}(127.0.0.1)
@@ -49,7 +58,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
-ProctrackType=proctrack/pgid
+ProctrackType=proctrack/{proctrack()}
 TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
@@ -95,6 +104,8 @@ PartitionName=high Nodes={name} MaxTime=INFINITE State=UP PriorityTier=10 Preemp
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        with contextlib.suppress(OSError):  # none was made, or another Slurm of this machine uses it
+            (FREEZER / f"slurm_{platform.node()}").rmdir()
 
     def _start(self, program: str, *options: str) -> None:
         output = (self.folder / f"{program}.output.log").open("wb")

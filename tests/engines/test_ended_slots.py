@@ -18,16 +18,31 @@ import pytest
 from shoal.cluster.hosts.hosts import Hosts
 from shoal.config.hosts import HostsConfig, Resources
 from shoal.config.liveness import LivenessConfig
+from shoal.engines import slurm_commands
 from shoal.engines.mpi import Mpi
 from shoal.engines.protocol import Ticket
+from shoal.engines.slurm import Slurm
 from shoal.errors import ClusterError, WaitTimedOut
 
 SLOT = """
 import os, signal, subprocess, sys
 from shoal.engines import slurm_slot
 signal.pause = lambda: None
-parent = "import os, signal; os.kill(os.getppid(), signal.SIGTERM)"
-sys.exit(slurm_slot.Slot([sys.executable, "-c", parent])())
+sys.exit(slurm_slot.Slot([sys.executable, "-c", sys.argv[1], *sys.argv[2:]])())
+"""
+
+HOST = """
+import os, signal, sys, time
+heard = []
+signum = int(sys.argv[1])
+signal.signal(signum, lambda signum, frame: heard.append(signum))
+for _ in range(2):  # Slurm signals the slot's process alone, and may do so twice
+    os.kill(os.getppid(), signum)
+    until = time.monotonic() + 10
+    while not heard and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.2)
+sys.exit(0 if heard == [signum] else f"the host heard {heard}")
 """
 
 
@@ -37,20 +52,63 @@ def program(folder: Path, name: str, text: str) -> None:
     path.chmod(stat.S_IRWXU)
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
 @pytest.mark.parametrize(("state", "requeued"), [("RUNNING", "7_2\n"), ("COMPLETING", ""), ("CANCELLED", "")])
-def test_a_job_of_slurm_is_requeued_when_it_is_preempted_and_not_when_it_is_cancelled(
-    tmp_path: Path, state: str, requeued: str
+def test_a_job_of_slurm_forwards_one_signal_and_is_requeued_when_it_is_preempted_and_not_when_it_is_cancelled(
+    tmp_path: Path, state: str, requeued: str, signum: signal.Signals
 ) -> None:
+    """The controller restarts meanwhile: its first answer is an error."""
     program(
         tmp_path,
         "scontrol",
-        f'if [ $1 = show ]; then echo "JobId=9 JobState={state} Reason=None"; else echo $2 >> {tmp_path}/requeued; fi',
+        f"""cd {tmp_path}; [ $1 = requeue ] && echo $2 >> requeued && exit
+if [ -e asked ]; then echo "JobId=9 JobState={state} Reason=None"; exit; fi
+touch asked; echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1""",
     )
     array = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     env = {**os.environ, **array, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run([sys.executable, "-c", SLOT], env=env, check=True)
+    subprocess.run([sys.executable, "-c", SLOT, HOST, str(int(signum))], env=env, check=True, timeout=60)
     (tmp_path / "requeued").touch()
     assert (tmp_path / "requeued").read_text() == requeued
+
+
+def test_a_signal_before_the_host_has_started_is_forwarded_when_it_has() -> None:
+    early = """
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().__init__(*args, **options)
+subprocess.Popen = Popen
+slurm_slot._is_running = lambda job: False
+"""
+    slot = SLOT.replace("sys.exit", early + "sys.exit")
+    env = {**os.environ, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        [sys.executable, "-c", slot, "import time; time.sleep(60)"], env=env, check=False, timeout=50
+    )
+    assert done.returncode == 256 - signal.SIGTERM  # of sys.exit(-SIGTERM): the host's end
+
+
+def test_a_job_counts_as_ended_where_slurm_has_forgotten_it_and_not_where_slurm_gives_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    engine = Slurm({}, Ticket(job="a", address="shoal://h:1", key="k" * 20, cores=1, folder=str(tmp_path)))
+    paths = SimpleNamespace(stdout=tmp_path / "none")
+    engine._jobs[1] = SimpleNamespace(job_id="7_0", paths=paths)
+    said = {
+        "slurm_load_jobs error: Invalid job id specified": {1: "job 7_0 is COMPLETED: it said nothing"},
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)": {},
+        "slurm_load_jobs error: Socket timed out on send/recv operation": {},
+    }
+    for error, ended in said.items():
+        program(tmp_path, "scontrol", f'echo "{error}" >&2; exit 1')
+        assert engine.watch() == ended
+    monkeypatch.setattr(slurm_commands, "ASK_TIMEOUT_S", 0.2)
+    program(tmp_path, "scontrol", "exec sleep 30")
+    assert engine.watch() == {}
+    program(tmp_path, "scontrol", "echo JobId=9 JobState=PENDING")
+    assert engine.watch() == {}
 
 
 def test_a_replacement_that_fails_is_seen_while_the_first_mpirun_lives(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import sys
+import threading
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from shoal import system
 from shoal.cli.hosts import hosts_config
 from shoal.cluster.hosts import opening
 from shoal.config.hosts import HostsConfig, Resources, parse_resources
@@ -29,12 +34,7 @@ def config(**changes: object) -> HostsConfig:
         ({"on": "mpj"}, r"Did you mean mpi\?"),
         ({"on": "torchrun"}, "torchrun gives no hosts"),
         ({"on": "cloud:gcp"}, r"`shoal cloud render` writes .* Nothing was started"),
-        (
-            {"on": "mpi", "resources": "worker:cpus=4000"},
-            r"of 4000 cores and 0 GB each were asked of mpi, which is this machine alone, with \d+ cores",
-        ),
         ({"on": "mpi", "resources": "worker:memory=1e"}, "'memory=1e' is none of"),
-        ({"on": "mpi", "resources": "worker:memory=900000"}, r"and 900000 GB each .* ask for less"),
         ({"on": "mpi:/no/such/file"}, "names a hostfile that does not exist"),
         ({"on": "mpi", "hosts": "3", "num_workers": 2}, "2 workers cannot be on 3 hosts of mpi"),
         ({"on": "mpi", "hosts": "a,b"}, "has the engine choose the hosts, and --hosts names them"),
@@ -49,6 +49,29 @@ def test_what_an_engine_cannot_be_asked_for_is_refused(
     monkeypatch.setattr(registry.shutil, "which", lambda program: f"/usr/bin/{program}")
     with pytest.raises(ConfigError, match=said):
         hosts_config(options.pop("hosts", None), None, None, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_servers", "resources", "said"),
+    [
+        (8, 0, "worker:cpus=2", "2 hosts of 8 cores and 0 GB each were asked of mpi, which is this machine"),
+        (2, 2, "server:cpus=64,memory=900000", "2 hosts of 65 cores and 900000 GB each .* ask for less"),
+        (2, 0, "worker:memory=900000", "2 hosts of 1 cores and 900000 GB each"),
+        (8, 2, "", ""),  # processes without a wish share the cores
+        (2, 0, "worker:cpus=2", ""),
+    ],
+)
+def test_the_sum_over_all_hosts_is_more_than_this_machine_has_or_accepted(
+    num_workers: int, num_servers: int, resources: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry.shutil, "which", lambda program: f"/usr/bin/{program}")
+    monkeypatch.setattr(system, "cores", lambda: list(range(4)))
+    hosts = config(**parse_resources(resources), workers=(), port=0)
+    refused = pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext()
+    with refused:
+        opening.listen(
+            hosts, script="train.py", num_workers=num_workers, num_servers=num_servers
+        ).listener.close()
 
 
 @pytest.mark.parametrize(
@@ -106,6 +129,19 @@ def test_an_address_that_a_killed_ray_left_behind_is_not_waited_for(
         assert ray_session._running() == "local"
         running.listen()
         assert ray_session._running() == address
+
+
+def test_a_ray_of_ones_own_is_forgotten_where_another_is_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **options: None)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray_session, "_OWN", threading.Event())
+    ray_session.connect("local")
+    assert ray_session._OWN.is_set()
+    with socket.create_server(("127.0.0.1", 0)) as another:
+        ray_session.connect(f"127.0.0.1:{another.getsockname()[1]}")
+    assert not ray_session._OWN.is_set()
 
 
 def test_the_head_of_an_engine_has_no_worker_and_no_server() -> None:

@@ -1,11 +1,18 @@
-"""Rendered files: Kubernetes' kinds, JobSet and TrainJob against their published schemas, SkyPilot's by SkyPilot and a shell.
+"""Rendered files: Kubernetes' kinds, JobSet and TrainJob against their published schemas, SkyPilot's commands by a shell.
 
 The schemas of JobSet and TrainJob are those of Kubeflow's own client (kubeflow-trainer-api), generated from its OpenAPI.
+SkyPilot itself clashes with our pins; it read the task files once, outside of the tests (ADR 56).
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
+import sys
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +25,8 @@ from shoal.cli import app
 from shoal.errors import ConfigError
 
 KUBERNETES = ["kubernetes", "render", "-n", "5", "--hosts", "2", "--image", "registry/train:1"]
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "docs/guides/Dockerfile"
 SCRIPT = ["train.py", "--lr", "0.1"]
 
 
@@ -149,6 +158,15 @@ def test_metrics_are_read_from_the_namespace_that_was_named_alone() -> None:
     assert len(of_kind(render(*KUBERNETES, *SCRIPT), "NetworkPolicy")["spec"]["ingress"]) == 1
 
 
+def test_the_user_of_the_image_may_write_to_the_volume() -> None:
+    [user] = re.findall(r"useradd --uid (\d+) shoal", RECIPE.read_text())
+    assert RECIPE.read_text().rstrip().endswith("USER shoal")
+    for job in services("--strategy", "ps", "--volume", "runs").values():
+        pod = job["template"]["spec"]
+        assert pod["securityContext"] == {"fsGroup": int(user)}
+        assert pod["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}]
+
+
 def test_a_trainjob_starts_shoal_under_its_torchrun() -> None:
     documents = render(*KUBERNETES, "--trainjob", *SCRIPT)
     trainer = of_kind(documents, "TrainJob")["spec"]["trainer"]
@@ -161,6 +179,36 @@ def test_a_trainjob_starts_shoal_under_its_torchrun() -> None:
         "--on",
         "torchrun",
     ]
+
+
+def test_the_image_has_all_that_the_wheel_is_built_of(tmp_path: Path) -> None:
+    copies = [line.split()[1:] for line in RECIPE.read_text().splitlines() if line.startswith("COPY ")]
+    for *sources, target in copies:
+        if target.startswith("/src/"):
+            there = tmp_path / target.lstrip("/")
+            for source in sources:
+                where = ROOT / source
+                if where.is_dir():
+                    shutil.copytree(where, there, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    there.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(where, there)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"),
+            "--wheel-dir",
+            tmp_path,
+            tmp_path / "src",
+        ],
+        env={**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("shoal-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"shoal/cli/__init__.py", "shoal/_examples/spirals.py"} <= set(names)
 
 
 @pytest.mark.parametrize("cloud", ["gcp", "aws"])

@@ -69,6 +69,25 @@ def test_a_preempted_job_saves_within_the_grace_and_goes_on_when_it_is_requeued(
     assert differences(out, undisturbed) == []
 
 
+def test_a_job_at_its_time_limit_saves_and_goes_on_when_it_is_requeued(
+    slurm: SlurmCluster, start_job: Callable[..., EngineJob], undisturbed: Path, tmp_path: Path
+) -> None:
+    """One minute, and Slurm signals up to half a minute earlier than it was told."""
+    out = tmp_path / "out"
+    out.mkdir()
+    options = ["-n", "3", "--exchange", "native", "--on", "slurm:time=1,grace=5"]
+    job = start_job(*options, str(TRAINING), str(out), "--gate", "5", env=slurm.env)
+    job.wait_for_gate(out, 3)
+    number = job.events("saved")
+    job.wait_for(lambda: job.events("resizing"))
+    (out / "go").touch()
+    assert job.wait() == 0, job.output() + slurm.logs()
+    assert len(job.events("saved")) > len(number)
+    assert job.events("host-lost") == []
+    assert len(job.events("host-joined")) == len(job.events("host-left")) + 1 >= 2
+    assert differences(out, undisturbed) == []
+
+
 def test_more_than_the_cluster_has_is_refused_with_both_numbers(
     slurm: SlurmCluster, start_job: Callable[..., EngineJob]
 ) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import torch
 from engine_jobs import TRAINING, EngineJob, command_lines, differences, rounds_with_a_kill
+
+from waiting import wait_until
 
 KEY = "a-key-for-tests-0123456789"
 DRIVER = Path(__file__).parent / "spark_driver.py"
@@ -81,8 +88,99 @@ def test_more_than_spark_has_is_refused_with_both_numbers(start_job: Callable[..
     assert "2 hosts of 1 core each need 2 cores, and Spark at local[1] has 1" in job.output()
 
 
+CONTEXT = """
+import json, sys
+from shoal.config.hosts import Resources
+from shoal.engines import spark
+from shoal.engines.protocol import Ticket
+
+ticket = Ticket(job="a", address="shoal://h:1", key="k" * 20, cores=1, folder=".")
+context = spark._make_context(sys.argv[1], ticket, 1, Resources(memory_gb=1))
+context.parallelize([0], 1).count()
+java = context._jvm.java
+options = list(java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArguments())
+print(json.dumps([options, dict(context.getConf().getAll())]))
+if sys.argv[2:]:
+    print(java.lang.String(java.net.URL(sys.argv[2]).openStream().readAllBytes(), "utf-8").replace("\\n", " "))
+context.stop()
+"""
+
+
+def context(tmp_path: Path, *args: str, env: dict[str, str]) -> list[Any]:
+    """What `CONTEXT` prints of a driver's Java: each line is JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", CONTEXT, *args],
+        cwd=tmp_path,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_settings_of_the_site_beat_those_of_shoal_and_their_java_options_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "spark-defaults.conf").write_text(
+        "# of the site\n"
+        "spark.driver.extraJavaOptions  -Djavax.net.ssl.trustStore=/site/store \\\n    -XX:+UseParallelGC\n"
+        "spark.executor.extraJavaOptions=-Dsite=yes\n"
+        "spark.executor.memory: 3g\n"
+        "spark.task.cpus 7\n"
+    )
+    env = {"SPARK_CONF_DIR": str(tmp_path), "JDK_JAVA_OPTIONS": ""}
+    ((options, settings),) = context(tmp_path, "local[1]", env=env)
+    assert "-Djavax.net.ssl.trustStore=/site/store" in options
+    assert "-XX:TieredStopAtLevel=1" in options
+    assert [each for each in options if each.endswith("GC")] == ["-XX:+UseParallelGC"]
+    assert any(each.startswith("-Dlog4j2.configurationFile=") for each in options)
+    executor = settings["spark.executor.extraJavaOptions"]  # after Spark's own
+    assert executor.endswith(" -Dsite=yes")
+    assert "-XX:TieredStopAtLevel" not in executor
+    assert settings["spark.executor.memory"] == "3g"
+    assert settings["spark.task.cpus"] == "1"  # of --resources
+
+
+def test_a_standalone_master_reserves_the_memory_and_executors_keep_its_java_options(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        port, page = one.getsockname()[1], other.getsockname()[1]
+    import pyspark
+
+    home = Path(pyspark.__file__).parent
+    deploy = [str(home / "bin/spark-class"), "org.apache.spark.deploy"]
+    at = ["--host", "127.0.0.1", "--webui-port"]
+    url = f"http://127.0.0.1:{page}/json/"
+    commands = [
+        [f"{deploy[1]}.master.Master", *at, str(page), "--port", str(port)],
+        [f"{deploy[1]}.worker.Worker", *at, "0", "-c", "1", "-m", "2g", "-d", str(tmp_path / "work")],
+    ]
+    commands[1].append(f"spark://127.0.0.1:{port}")
+    with contextlib.ExitStack() as stack, (tmp_path / "log").open("wb") as log:
+        for command in commands:
+            started = subprocess.Popen([deploy[0], *command], stdout=log, stderr=log)
+            stack.callback(started.wait)
+            stack.callback(started.terminate)
+
+        def is_there() -> bool:
+            with contextlib.suppress(OSError), urlopen(url) as answer:
+                return bool(json.load(answer)["aliveworkers"] == 1)
+            return False
+
+        assert wait_until(is_there, 120), (tmp_path / "log").read_text()
+        env = {"JDK_JAVA_OPTIONS": "-XX:+UseParallelGC"}  # two collectors would end Java
+        (_, settings), state = context(tmp_path, f"spark://127.0.0.1:{port}", url, env=env)
+    assert state["memoryused"] == 1024
+    assert settings["spark.executor.memory"] == "1024m"
+    assert "-XX:TieredStopAtLevel" not in settings.get("spark.executor.extraJavaOptions", "")
+
+
 def test_a_java_that_is_too_old_is_named(start_job: Callable[..., EngineJob], tmp_path: Path) -> None:
-    (tmp_path / "java").write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\nexit 1\n")
+    java = """#!/bin/sh
+echo 'NOTE: Picked up JDK_JAVA_OPTIONS: -Xmx1g' >&2
+echo 'openjdk version "11.0.2" 2019-01-15' >&2
+exit 1
+"""
+    (tmp_path / "java").write_text(java)
     (tmp_path / "java").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JAVA_HOME": ""}
     job = start_job("--on", "spark", str(TRAINING), "nowhere", env=env)

@@ -25,6 +25,9 @@ GRACE_S = 75
 COORDINATOR = "coordinator"
 CONTAINER = "shoal"
 HEALTH_PORT = 9090
+USER_ID = 1000
+"""Of the user of the image (docs/guides/Dockerfile), as a group: volumes are made writable for it."""
+
 COORDINATOR_RESOURCES = Resources(cpus=1, memory_gb=2)
 
 
@@ -177,6 +180,7 @@ def _job(job: KubernetesJob, role: str, count: int) -> dict[str, Any]:
                 "restartPolicy": "Never",
                 "terminationGracePeriodSeconds": GRACE_S,
                 "automountServiceAccountToken": False,
+                "securityContext": {"fsGroup": USER_ID},
                 "containers": [_container(job, role)],
                 "volumes": [{"name": "runs", **runs}],
             },

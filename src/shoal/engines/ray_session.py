@@ -72,8 +72,7 @@ def connect(address: str) -> None:
         else:
             reach(asked)
         ray.init(address=asked, logging_level=logging.ERROR, log_to_driver=False, **own)
-        if own:
-            _OWN.set()
+        (_OWN.set if own else _OWN.clear)()
     except Exception as error:  # Ray raises any type of error, and other versions others
         # All of it: of a Ray of another version the lines after the first say which.
         said = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__

@@ -120,7 +120,7 @@ class Slurm:
     def _state(self, host: int) -> str:
         if host not in self._jobs:
             return ""
-        # None: it ended so long ago that Slurm has forgotten it.
+        # Empty: it ended so long ago that Slurm has forgotten it.
         return job_state(self._jobs[host].job_id) or "COMPLETED"
 
 

@@ -9,6 +9,9 @@ from shoal.errors import ConfigError
 
 ASK_TIMEOUT_S = 20.0
 
+UNKNOWN = "UNKNOWN"
+"""State of a job of which Slurm gives no answer: it may wait or run."""
+
 
 def queue(detail: str) -> list[EngineEntry]:
     """Jobs of all users in Slurm's queue."""
@@ -23,9 +26,14 @@ def queue(detail: str) -> list[EngineEntry]:
 
 
 def job_state(job: str) -> str:
-    """Empty where Slurm does not know the job."""
-    said = ask("scontrol", "show", "job", "-o", job, is_needed=False)
-    return next((word[9:] for word in said.split() if word.startswith("JobState=")), "")
+    """Empty where Slurm does not know the job, UNKNOWN where it gives no answer."""
+    command = ["scontrol", "show", "job", "-o", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN
+    state = next((word[9:] for word in done.stdout.split() if word.startswith("JobState=")), "")
+    return state or ("" if "Invalid job id" in done.stderr else UNKNOWN)
 
 
 def ask(*command: str, is_needed: bool = True) -> str:

@@ -1,12 +1,19 @@
-"""Host inside a Slurm job: outlives the signals of preemption and time limit, and requeues its job."""
+"""Host inside a Slurm job: forwards the signals of preemption and time limit to it, and requeues the job."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import time
 
-from shoal.engines.slurm_commands import job_state
+from shoal import system
+from shoal.engines.slurm_commands import UNKNOWN, job_state
+
+LEAVING = (signal.SIGTERM, signal.SIGUSR2)
+"""Preemption and time limit."""
+
+RETRY_S = 1.0
 
 
 class Slot:
@@ -18,16 +25,25 @@ class Slot:
     def __call__(self) -> int:
         """Run until the host has ended. One that had to leave is requeued.
 
-        Slurm signals every process of a job, so the host receives the signal itself; this process
-        must only outlive it.
+        Under proctrack/cgroup Slurm signals this process alone, under proctrack/pgid its whole process
+        group. The host is in a session of its own and so hears one signal under both: of a second one
+        it would leave without saving.
         """
         asked: list[int] = []
-        for signum in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(signum, lambda signum, frame: asked.append(signum))
-        code = subprocess.run(self.command, check=False).returncode
-        # A preempted job runs on until its grace is over, and would count as done if it ended by itself. A
-        # cancelled one no longer counts as running: requeued, it would come back without a head.
-        if asked and job_state(job := _own_job()) == "RUNNING":
+
+        def forward(signum: int, frame: object) -> None:
+            asked.append(signum)
+            if len(asked) == 1:
+                host.send_signal(signum)
+
+        # Until there is a host to forward them to.
+        signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING)
+        host = subprocess.Popen(self.command, start_new_session=True, preexec_fn=_begin_host)
+        for signum in LEAVING:
+            signal.signal(signum, forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, LEAVING)
+        code = host.wait()
+        if asked and _is_running(job := _own_job()):
             subprocess.run(["scontrol", "requeue", job], check=False)
             signal.pause()  # until Slurm ends this one
         return code
@@ -35,6 +51,20 @@ class Slot:
 
 def run_slot(slot: Slot) -> int:
     return slot()
+
+
+def _begin_host() -> None:
+    """Between fork and exec. Slurm's last SIGKILL may miss another session, so the host dies with the slot."""
+    system.program_dies_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEAVING)
+
+
+def _is_running(job: str) -> bool:
+    """Whether the job still counts as running, as a preempted one does until its grace is over; if it ended by itself then, it
+    would count as done. A cancelled one does not: requeued, it would come back without a head."""
+    while (state := job_state(job)) == UNKNOWN:
+        time.sleep(RETRY_S)  # a controller that restarts; the end of the grace ends this too
+    return state == "RUNNING"
 
 
 def _own_job() -> str:

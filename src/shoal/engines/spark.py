@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.config.hosts import Resources
 from shoal.engines.protocol import Ticket, join_ended, join_function
-from shoal.engines.spark_session import active_context, cause, driver_options, open_context
+from shoal.engines.spark_session import DRIVER_JAVA, active_context, cause, driver_options, open_context
 from shoal.errors import ConfigError
 
 END_S = 5.0
@@ -106,26 +106,27 @@ def _make_context(master: str, ticket: Ticket, num_hosts: int, resources: Resour
             f"{resources.gpus} GPUs a host were asked of Spark at {master}, which gives none: only a cluster's workers have GPUs. Nothing "
             "was started; name a cluster's master with --on spark:MASTER, or leave gpus out of --resources."
         )
-    settings = {
-        "spark.task.cpus": str(ticket.cores),
-        "spark.executor.cores": str(ticket.cores),
+    defaults = {
         "spark.executor.memory": EXECUTOR_MEMORY,
         "spark.ui.enabled": str(not is_local).lower(),
         "spark.stage.maxConsecutiveAttempts": "1",  # the head asks for another host
         # A barrier stage looks every 15 s whether executors have come, and gives up after 40 times; --join-timeout decides here.
         "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
         "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "100000",
-        "spark.driver.extraJavaOptions": driver_options(Path(ticket.folder)),
+        DRIVER_JAVA: driver_options(Path(ticket.folder)),
     }
+    asked = {"spark.task.cpus": str(ticket.cores), "spark.executor.cores": str(ticket.cores)}
     if not is_local:
-        settings["spark.cores.max"] = str(ticket.cores * num_hosts)
+        asked["spark.cores.max"] = str(ticket.cores * num_hosts)
     if resources.memory_gb and not is_local:
-        settings["spark.executor.memoryOverhead"] = f"{round(resources.memory_gb * 1024)}m"
+        # A standalone master reserves what the JVM may take alone; YARN and Kubernetes also what is beside it.
+        key = "spark.executor.memory" if master.startswith("spark://") else "spark.executor.memoryOverhead"
+        asked[key] = f"{round(resources.memory_gb * 1024)}m"
     if resources.gpus:
-        settings |= dict.fromkeys(
+        asked |= dict.fromkeys(
             ("spark.task.resource.gpu.amount", "spark.executor.resource.gpu.amount"), f"{resources.gpus:g}"
         )
-    return open_context(master, f"shoal {ticket.job}", settings)
+    return open_context(master, f"shoal {ticket.job}", defaults, asked)
 
 
 def _task(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,13 @@ from typing import Any
 from shoal.engines.protocol import reach, words_of
 from shoal.errors import ConfigError
 
-JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""Of driver and executors: they start processes of Python and wait. Measured on two crowded cores, an empty job took 45 and 59 s
-with them, and 122 and 114 s with Java's own, which compile for long runs and start a thread for each core."""
+SERIAL_GC = "-XX:+UseSerialGC"
+JAVA_OPTIONS = f"-XX:TieredStopAtLevel=1 {SERIAL_GC}"
+"""Of a driver and of executors on this machine: they start processes of Python and wait. Measured on two crowded cores, an empty
+job took 45 and 59 s with them, and 122 and 114 s with Java's own, which compile for long runs and start a thread for each core."""
+
+DRIVER_JAVA, EXECUTOR_JAVA = "spark.driver.extraJavaOptions", "spark.executor.extraJavaOptions"
+JAVA_VARIABLES = ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS", "_JAVA_OPTIONS", "SPARK_SUBMIT_OPTS")
 
 
 def active_context() -> Any:
@@ -26,8 +31,10 @@ def active_context() -> Any:
     return SparkContext._active_spark_context
 
 
-def open_context(master: str, name: str, settings: Mapping[str, str]) -> Any:
-    """A context of our own; what Spark's configuration says beats `settings`. ConfigError where Spark does not start."""
+def open_context(
+    master: str, name: str, defaults: Mapping[str, str], asked: Mapping[str, str] | None = None
+) -> Any:
+    """A context of our own. Spark's configuration beats `defaults`, and `asked` beats both. ConfigError where Spark does not start."""
     from pyspark import SparkConf, SparkContext
 
     if master.startswith("spark://"):
@@ -40,10 +47,15 @@ def open_context(master: str, name: str, settings: Mapping[str, str]) -> Any:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     if master.startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    conf = SparkConf().setMaster(master).setAppName(name)
-    ours = dict.fromkeys(("spark.driver.extraJavaOptions", "spark.executor.extraJavaOptions"), JAVA_OPTIONS)
-    for key, value in {"spark.ui.showConsoleProgress": "false", **ours, **settings}.items():
-        conf.setIfMissing(key, value)
+    conf = SparkConf()
+    site = site_settings() | dict(conf.getAll())
+    ours = {"spark.ui.showConsoleProgress": "false", **defaults}
+    # A collector of our choice beside another one would keep Java from starting, so machines of a cluster have their own.
+    for key in (DRIVER_JAVA, EXECUTOR_JAVA) if master.startswith("local-cluster") else (DRIVER_JAVA,):
+        ours[key] = " ".join(filter(None, (java_options(site), ours.get(key), site.pop(key, None))))
+    conf.setMaster(master).setAppName(name)
+    for key, value in {**{key: ours[key] for key in ours if key not in site}, **(asked or {})}.items():
+        conf.set(key, value)
     interrupt = signal.getsignal(signal.SIGINT)
     try:
         return SparkContext(conf=conf)
@@ -57,6 +69,30 @@ def open_context(master: str, name: str, settings: Mapping[str, str]) -> Any:
             signal.signal(signal.SIGINT, interrupt)  # Spark takes Ctrl-C for itself
 
 
+def site_settings() -> dict[str, str]:
+    """Settings of spark-defaults.conf. Before there is a JVM pyspark does not read them, and what it is given beats them."""
+    import pyspark
+
+    home = os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent
+    folder = os.environ.get("SPARK_CONF_DIR") or Path(home, "conf")
+    try:
+        text = Path(folder, "spark-defaults.conf").read_text()
+    except OSError:
+        return {}
+    # As Java reads properties: `key value`, `key=value` or `key: value`, and a line goes on after a backslash.
+    lines = [line.strip() for line in re.sub(r"\\\n\s*", "", text).splitlines()]
+    pairs = [re.split(r"\s*[=:\s]\s*", line, maxsplit=1) for line in lines if line and line[0] not in "#!"]
+    return {key: "".join(value) for key, *value in pairs}
+
+
+def java_options(site: Mapping[str, str]) -> str:
+    """JAVA_OPTIONS, without a collector where the environment or Spark's configuration names one."""
+    said = [os.environ.get(name, "") for name in JAVA_VARIABLES]
+    said += [value for key, value in site.items() if key.endswith("JavaOptions")]
+    is_chosen = re.search(r"-XX:\+Use\w+GC\b", " ".join(said))
+    return JAVA_OPTIONS.removesuffix(SERIAL_GC).strip() if is_chosen else JAVA_OPTIONS
+
+
 def _java_version() -> str:
     """Version of the Java on PATH: if it is older than 17, that is why Spark ended without a message."""
     home = os.environ.get("JAVA_HOME")
@@ -67,7 +103,9 @@ def _java_version() -> str:
         ).stderr
     except (OSError, subprocess.SubprocessError) as error:
         return f" ({java} cannot be run: {error})"
-    return f" ({java} is {' '.join(said.split()[:3])}, and Spark needs Java 17 or newer)"
+    # Above it are the variables from which Java took options.
+    version = next((line for line in said.splitlines() if ' version "' in line), "of unknown version")
+    return f" ({java} is {' '.join(version.split()[:3])}, and Spark needs Java 17 or newer)"
 
 
 def driver_options(folder: Path) -> str:
@@ -78,7 +116,7 @@ def driver_options(folder: Path) -> str:
         f"appender.file.fileName = {folder / 'spark.log'}\nappender.file.layout.type = PatternLayout\n"
         "appender.file.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n\n"
     )
-    return f"{JAVA_OPTIONS} -Dlog4j2.configurationFile=file:{settings}"
+    return f"-Dlog4j2.configurationFile=file:{settings}"
 
 
 def cause(error: Exception) -> str:

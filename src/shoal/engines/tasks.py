@@ -122,10 +122,12 @@ def _in_spark(
 
     from shoal.engines.spark_session import active_context, cause, open_context
 
-    settings = {"spark.task.maxFailures": str(attempts), "spark.ui.enabled": "false"}
     # A local master runs a task once unless its name says how often.
     context = active_context() or open_context(
-        master or f"local[{workers},{attempts}]", "shoal map-reduce", settings
+        master or f"local[{workers},{attempts}]",
+        "shoal map-reduce",
+        {"spark.ui.enabled": "false"},
+        {"spark.task.maxFailures": str(attempts)},
     )
     context.setLogLevel("OFF")
 

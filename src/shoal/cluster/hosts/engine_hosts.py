@@ -12,6 +12,7 @@ from shoal.cluster.hosts.placement import spread
 from shoal.config.hosts import (
     DEFAULT_PORT,
     SERVER,
+    SERVER_RESOURCES,
     WORKER,
     HostsConfig,
     Resources,
@@ -46,8 +47,6 @@ def engine_hosts(
     is_local = registry.is_local(on)
     said: dict[str, Any] = {"bind": "127.0.0.1" if is_local else own_address(), "port": 0}
     said |= parse_resources(resources)
-    if is_local and not registry.ENGINES[registry.parse(on)[0]].counts_resources:
-        _refuse_too_much(on, num_workers, said.get("worker_resources", Resources()))
     if bind is not None:
         said["bind"], said["port"] = parse_bind(bind)
     slots = dict.fromkeys(range(1, num_slots + 1), 1)
@@ -61,14 +60,24 @@ def engine_hosts(
     )
 
 
-def _refuse_too_much(on: str, num_workers: int, each: Resources) -> None:
-    """Refuse what no process of this machine can have. More workers than cores may share them, as without an engine."""
+def refuse_too_much(config: HostsConfig, num_workers: int, num_servers: int) -> None:
+    """Refuse what an engine that counts nothing would start on this machine alone, which lacks it."""
+    on = config.on
+    if not on or registry.ENGINES[registry.parse(on)[0]].counts_resources or not registry.is_local(on):
+        return
+    each = config.resources(num_workers, num_servers)
+    total = each * config.num_places
     cores, memory_gb = len(system.cores()), psutil.virtual_memory().total / GB
-    if each.cpus > cores or num_workers * each.memory_gb > memory_gb:
+    # By default more processes than cores may share them, as without an engine.
+    asks_cores = (
+        config.worker_resources.cpus > Resources().cpus
+        or config.server_resources.cpus > SERVER_RESOURCES.cpus
+    )
+    if (asks_cores and total.cpus > cores) or total.memory_gb > memory_gb:
         raise ConfigError(
-            f"{num_workers} worker{'s' if num_workers > 1 else ''} of {each.cpus:g} cores and {each.memory_gb:g} GB each were asked of "
-            f"{on}, which is this machine alone, with {cores} cores and {memory_gb:.0f} GB. Nothing was started; ask for less with "
-            "--resources."
+            f"{config.num_places} host{'s' if config.num_places > 1 else ''} of {each.cpus:g} cores and {each.memory_gb:g} GB each "
+            f"were asked of {on}, which is this machine alone, with {cores} cores and {memory_gb:.0f} GB. Nothing was started; ask "
+            "for less with --resources."
         )
 
 

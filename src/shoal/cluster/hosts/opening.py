@@ -22,6 +22,7 @@ from setproctitle import setproctitle
 from shoal.cluster.coordinator import journal_reader
 from shoal.cluster.hosts import agent, headship, joining
 from shoal.cluster.hosts.authority import Authority
+from shoal.cluster.hosts.engine_hosts import refuse_too_much
 from shoal.cluster.hosts.files import CONFIG, FileService, copy_shipped, shippable
 from shoal.cluster.hosts.headship import Headship, Successor
 from shoal.cluster.hosts.hosts import HEAD, Cluster
@@ -100,9 +101,17 @@ class Listening(NamedTuple):
     """The key was generated here, so only this process knows it."""
 
 
-def listen(config: HostsConfig, *, script: str, successor: Successor | None = None) -> Listening:
+def listen(
+    config: HostsConfig,
+    *,
+    script: str,
+    successor: Successor | None = None,
+    num_workers: int = 1,
+    num_servers: int = 0,
+) -> Listening:
     """Listen for the hosts of a job, which wait until the door opens; ConfigError if this is impossible."""
     refuse_address(config)
+    refuse_too_much(config, num_workers, num_servers)
     key = successor.key if successor is not None else joining.read_key(config.key_file)
     is_made = key is None
     hosts_join = bool(config.on) and registry.ENGINES[registry.parse(config.on)[0]].hosts_join

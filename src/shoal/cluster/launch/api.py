@@ -496,7 +496,13 @@ def _listening(
         return
     from shoal.cluster.hosts import opening  # needs cryptography, which a job on one host does not
 
-    listening = opening.listen(config.hosts, script=described.script, successor=successor)
+    listening = opening.listen(
+        config.hosts,
+        script=described.script,
+        successor=successor,
+        num_workers=described.workers,
+        num_servers=described.servers,
+    )
     with listening.listener:
         yield listening
 
