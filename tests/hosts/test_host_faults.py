@@ -16,6 +16,7 @@ from jobs import SCRIPT, HostsJob, differences
 from namespaces import Cluster
 from zygote import Zygote
 
+from shoal.cluster.hosts.agent import COPY_EVERY_S
 from waiting import wait_until
 from whole_matrix import matrix_only
 
@@ -291,6 +292,28 @@ def test_a_host_whose_disk_is_full_says_so_and_the_head_goes_on_waiting(
         job.head.send_signal(signal.SIGINT)
         assert job.wait() == 130
         assert job.processes() == []
+
+
+def test_a_disk_that_fills_up_while_a_host_copies_the_run_is_told_once_and_the_job_goes_on(
+    start_cluster: Callable[[int], Cluster], zygote: Zygote, shared_folder: Path
+) -> None:
+    cluster = start_cluster(2)
+    cluster[1].run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", "/srv"])
+    job = HostsJob(cluster, zygote, shared_folder, SCRIPT, own_disks=True)
+    with contextlib.closing(job):
+        options = ("--exchange", "native")
+        job.start(2, str(shared_folder), "--gate", str(GATE), "--keep", "--loop", options=options)
+        job.wait_for_gate(shared_folder, 2)
+        cluster[1].run(["sh", "-c", "cat /dev/zero > /srv/full"], check=False)
+        time.sleep(2.5 * COPY_EVERY_S)
+        (shared_folder / "go").touch()
+        assert job.wait() == 0, job.story()
+        assert job.agents[1].wait() == 0
+        told = job.output(1)
+        assert told.count("the run could not be copied to /srv/runs/job: ") == 1, told
+        assert "No space left on device; it is tried again" in " ".join(told.split())
+        assert "Traceback" not in told
+        assert job.events("host-lost") == job.events("worker-replaced") == []
 
 
 def test_interrupting_the_head_ends_all_hosts_with_its_code(gated: Start) -> None:
