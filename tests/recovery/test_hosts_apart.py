@@ -65,7 +65,9 @@ def test_a_group_that_cannot_be_formed_for_another_reason_is_given_up_with_the_l
 ) -> None:
     assert MAX_UNFORMED > MAX_STRANGERS + 1  # the error of strangers comes first
     views = Views(monkeypatch, [[0, 0, 0]] * MAX_UNFORMED, BROKEN)
-    with pytest.raises(GroupNotFormed, match=r"in 12 attempts.*\. The last error: a connection was closed\. "):
+    with pytest.raises(
+        GroupNotFormed, match=r"in 12 attempts.*\. The last error: a connection was closed\. "
+    ):
         ElasticGroup().regroup()
     assert views.num_entered == MAX_UNFORMED
     told = capsys.readouterr().err.splitlines()

@@ -73,7 +73,10 @@ class ElasticGroup(ReplayLog):
         self._kind, self._doing = 0, ""  # purpose of the exchange
         self._num_unformed = 0  # consecutive views that the same processes entered and could not form
         self._unformed_with: list[int] = []
-        self._unformed_reason, self._silent = "", dict[int, str]()  # of the last one; ranks that were not reached
+        self._unformed_reason, self._silent = (
+            "",
+            dict[int, str](),
+        )  # of the last one; ranks that were not reached
         self._stands = False  # this rank holds valid state: from view 1 on, or since a donor sent it
         self._reducer: Reducer | None = None
         self._timeout: WaitHook | None = None  # of the running exchange
