@@ -60,9 +60,10 @@
     ├── ClusterError               a process or a wait                               exit 3
     │   ├── WorkerDied
     │   ├── PeerLost
-    │   │   └── NotConnected       no answer from other hosts while a group is formed
+    │   │   └── NotConnected       other hosts are not reached while a group is formed
     │   ├── StrangerInGroup        somebody else connects to the workers' group
     │   ├── HostsApart             hosts that reach the head, and not each other
+    │   ├── GroupNotFormed         the group of the workers cannot be formed, for another reason
     │   ├── CallsDiffer
     │   ├── CollectiveLeftOut
     │   ├── TaskFailed             of mapreduce, at every attempt
@@ -488,13 +489,27 @@ class StrangerInGroup(ClusterError):
 class HostsApart(ClusterError):
     """Hosts that reach the head, and not each other."""
 
-    def __init__(self, *, rank: int, silent: dict[int, str], num_attempts: int) -> None:
-        self.rank, self.silent, self.num_attempts = rank, dict(silent), num_attempts
+    def __init__(self, *, rank: int, silent: dict[int, str], num_attempts: int, reason: str) -> None:
+        self.rank, self.silent, self.num_attempts, self.reason = rank, dict(silent), num_attempts, reason
         listed = ", ".join(f"rank {other} ({address})" for other, address in sorted(silent.items()))
         super().__init__(
-            f"rank {rank} got no answer from {listed} in {num_attempts} attempts to form the group of the workers, though "
-            "the head hears from all of them. Nothing of the step was applied, and checkpoints are whole; a link, a route or a "
-            "firewall between the hosts lets nothing through: open all TCP ports between them, and go on with `shoal resume`."
+            f"rank {rank} did not reach {listed} in {num_attempts} attempts to form the group of the workers (the last error: "
+            f"{reason}), though the head hears from all of them. Nothing of the step was applied, and checkpoints are whole; a "
+            "link, a route or a firewall between the hosts lets nothing through: open all TCP ports between them, and go on with "
+            "`shoal resume`."
+        )
+
+
+class GroupNotFormed(ClusterError):
+    """The same processes of several hosts could not form their group in many attempts."""
+
+    def __init__(self, *, rank: int, num_attempts: int, reason: str) -> None:
+        self.rank, self.num_attempts, self.reason = rank, num_attempts, reason
+        super().__init__(
+            f"rank {rank} could not form the group of the workers in {num_attempts} attempts, in which no process was lost. The "
+            f"last error: {reason}. Nothing of the step was applied, and checkpoints are whole; look for the cause in the logs of "
+            "the other ranks, check that hosts reach each other at the addresses of --bind or --interface, and go on with "
+            "`shoal resume`."
         )
 
 

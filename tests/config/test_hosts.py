@@ -72,6 +72,7 @@ def test_a_cluster_file_names_hosts_with_their_roles() -> None:
         ("[[host]]\nworkers = 1", "without a name"),
         ('[[host]]\nname = "a"\nworker = 1', "Did you mean 'workers'"),
         ('[[host]]\nname = "a"\nworkers = -1', "is no number of workers"),
+        ('[[host]]\nname = "a"\nworkers = true', "workers = True is no number of workers"),
         ('plaintext = "no"\n[[host]]\nname = "a"', "plaintext = 'no' is not true or false"),
         ('join_timeout_s = true\n[[host]]\nname = "a"', "is not a number of seconds"),
         ('[[host]]\nname = "a"\n[[host]]\nname = "a"', "names the host a twice"),

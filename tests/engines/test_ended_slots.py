@@ -181,7 +181,7 @@ def test_an_error_of_the_engine_itself_is_one_paragraph_and_never_ends_a_job_tha
 
 
 def test_a_slot_that_never_joins_is_named_with_its_last_words() -> None:
-    hosts = hosts_on(Broken("no route to host", fails=False), join_timeout_s=0.0)
+    hosts = hosts_on(Broken("no route to host", fails=False), join_timeout_s=1e-9)
     with pytest.raises(WaitTimedOut, match=r"the job on 1 host waited .* for host 1 \(no route to host\)\."):
         hosts.join_deadline_s()
     hosts._engine_calls.shutdown()
@@ -226,3 +226,23 @@ def test_a_slot_that_was_still_ending_is_asked_for_again_soon_and_then_ever_more
         assert hosts._retrying is None or hosts._retrying.result(30) == []
     hosts._engine_calls.shutdown()
     assert waits == [0.25, 0.5, 1.0, 2.0, 2.0]
+
+
+def test_slots_that_end_at_once_are_asked_for_again_for_more_than_ten_seconds() -> None:
+    class Ending(Broken):
+        def start(self, hosts: Sequence[int], resources: Resources) -> None:
+            asked_at.append(waited_s)
+
+        def watch(self) -> dict[int, str]:
+            return {1: "it was killed"}
+
+    waited_s, asked_at = 0.0, list[float]()
+    hosts = hosts_on(Ending())
+    hosts._asked_again(1)
+    while hosts._replacing:
+        waited_s += hosts.tick() or 0.0
+        hosts._replaced_at = 0.0
+        assert hosts._retrying is None or hosts._retrying.exception(30) is None
+        assert waited_s < 60
+    hosts._engine_calls.shutdown()
+    assert asked_at[-1] > 10.0

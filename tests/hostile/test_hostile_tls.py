@@ -9,12 +9,15 @@ import random
 import select
 import selectors
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fuzzing import num_frames, packets
 
 from shoal.cluster.coordinator.process import Coordinator
@@ -24,8 +27,11 @@ from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.hosts.files import FileService
 from shoal.cluster.hosts.joining import Door, JobFacts
 from shoal.cluster.hosts.remote_host import RemoteHost
+from shoal.collectives import tls_ring
+from shoal.collectives.tls_ring import TlsP2P
+from shoal.config.job import Job
 from shoal.config.liveness import LivenessConfig
-from shoal.errors import ConfigError, WireError
+from shoal.errors import ConfigError, PeerLost, WireError
 from shoal.runtime.transport import tls, unix
 from shoal.runtime.transport.framing import encode, read_message, send_message
 from shoal.runtime.transport.messages import MESSAGES, client_server, hosts
@@ -289,13 +295,72 @@ class AgentLine(_Threaded):
             assert wait_until(lambda: bool(self.hosts) and self.hosts[0].is_ready, 10.0)
 
 
+class _TwoRanks:
+    """Stands in for gloo's group of two ranks, each in a thread."""
+
+    num_workers = 2
+
+    def __init__(self, rank: int, shared: dict[int, torch.Tensor], all_here: threading.Barrier) -> None:
+        self.rank, self.broken, self._shared, self._all_here = rank, False, shared, all_here
+
+    def is_broken(self) -> bool:
+        return self.broken
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._shared[self.rank] = tensor
+        self._all_here.wait(60.0)
+        return [self._shared[0], self._shared[1]]
+
+
+class RingEndpoint(_Threaded):
+    """Rank 0 of `--exchange ring --tls`, which waits for rank 1: what that asks for is the state of a donor."""
+
+    member, role = "worker-2", "worker-0"
+    first = struct.pack("<QQQ", 1, 1, 0)  # as rank 1 says it
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.listener.close()
+        self.heard: list[str] = []
+        shared: dict[int, torch.Tensor] = {}
+        groups: list[Any] = [
+            _TwoRanks(rank, shared, barrier) for barrier in [threading.Barrier(2)] for rank in (0, 1)
+        ]
+        with ThreadPoolExecutor(2) as pool:
+            self.group, self.ranks = groups[0], list(pool.map(self._open, groups))
+        self.address = self.ranks[0]._seats[0].address
+        self.thread.start()
+
+    def _open(self, group: Any) -> TlsP2P:
+        job = Job(name="x", run_dir=Path("x"), rank=group.rank, host_address=HOST, bind_address=HOST)
+        return TlsP2P(job, group, self.authority.issue(f"worker-{group.rank}"))
+
+    def serve(self) -> None:
+        while not self.group.broken:
+            with contextlib.suppress(PeerLost):
+                self.ranks[0]._accept(1, 3600.0).close()
+                self.heard.append("rank 1")
+
+    def converse(self) -> None:
+        before, seats = len(self.heard), self.ranks[1]._seats
+        seats[0] = seats[0]._replace(address=self.address)
+        with self.ranks[1]._connect(0, 10.0):
+            assert wait_until(lambda: len(self.heard) > before, 10.0)
+
+    def close(self) -> None:
+        self.group.broken = True
+        super().close()
+        for each in self.ranks:
+            each.close()
+
+
 def _without_certificate(where: tuple[str, int]) -> socket.socket:
     context = joining.ssl.SSLContext(joining.ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, joining.ssl.CERT_NONE
     return context.wrap_socket(socket.create_connection(where, 10.0))
 
 
-@pytest.fixture(params=[ServerEndpoint, CoordinatorEndpoint, JoinPort])
+@pytest.fixture(params=[ServerEndpoint, CoordinatorEndpoint, JoinPort, RingEndpoint])
 def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     made = request.param(tmp_path)
     yield made
@@ -303,7 +368,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "endpoint", [ServerEndpoint, CoordinatorEndpoint, JoinPort, AgentLine], indirect=True
+    "endpoint", [ServerEndpoint, CoordinatorEndpoint, JoinPort, AgentLine, RingEndpoint], indirect=True
 )
 def test_an_endpoint_between_hosts_outlives_hostile_frames(endpoint: Endpoint) -> None:
     rng, sock = random.Random(7), None
@@ -381,6 +446,33 @@ def test_half_open_connections_keep_nobody_out(endpoint: Endpoint) -> None:
             endpoint.converse()
     # The join port bounds them by address, and serves an address again when its own are gone.
     endpoint.converse()
+
+
+def test_strangers_that_speak_while_they_are_dropped_do_not_end_the_ring(tmp_path: Path) -> None:
+    endpoint, strangers = RingEndpoint(tmp_path), list[socket.socket]()
+
+    def is_broken() -> bool:
+        """Called between two looks at the sockets: one more stranger comes, and all say the next byte of a handshake."""
+        if len(strangers) < 2 * tls_ring.MAX_STRANGERS:
+            strangers.append(socket.create_connection(endpoint.where, 5.0))
+            strangers[-1].send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+            # Not in every turn: what is sent now is read in this one, where the socket was ready already.
+            for stranger in strangers if len(strangers) % 3 == 0 else ():
+                with contextlib.suppress(OSError):
+                    stranger.send(b"\0")
+        return endpoint.group.broken
+
+    try:
+        endpoint.group.is_broken = is_broken
+        assert wait_until(
+            lambda: len(strangers) == 2 * tls_ring.MAX_STRANGERS or bool(endpoint.problems), 30.0
+        )
+        assert not endpoint.problems
+        endpoint.converse()
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        endpoint.close()
 
 
 def test_what_was_recorded_of_a_member_says_nothing_a_second_time(endpoint: Endpoint) -> None:

@@ -202,6 +202,12 @@ class Host:
         nowhere = f"neigh replace {other.address} lladdr 02:77:00:00:00:ff dev {INTERFACE} nud permanent"
         _run_in_network(self._running().pid, "ip", *nowhere.split())
 
+    def refuse(self, other: Host) -> None:
+        """Refuse every connection to one other host, as a firewall that rejects does, until this one is killed."""
+        # Its address is this host's own here, where nothing listens; to the network it stays the other's.
+        _run_in_network(self._running().pid, "sysctl", "-qw", "net.ipv4.conf.all.arp_ignore=1")
+        _run_in_network(self._running().pid, "ip", "addr", "add", f"{other.address}/32", "dev", "lo")
+
     def limit(self, bandwidth: str | None) -> None:
         """Limit the rate in each direction: "100mbit", "1gbit"; None is no limit."""
         self._bandwidth = bandwidth

@@ -16,6 +16,7 @@ from jobs import SCRIPT, HostsJob, differences
 from namespaces import Cluster
 from zygote import Zygote
 
+from shoal.cluster.hosts.agent import COPY_EVERY_S
 from waiting import wait_until
 from whole_matrix import matrix_only
 
@@ -140,15 +141,16 @@ def test_interrupting_an_agent_drains_its_host(gated: Start) -> None:
     assert "host 2 leaves: its agent was stopped by SIGTERM" in run.job.output()
 
 
-def test_hosts_that_reach_the_head_and_not_each_other_are_named(gated: Start) -> None:
+@pytest.mark.parametrize("fault", ["cut_off_from", *matrix_only("refuse")])
+def test_hosts_that_reach_the_head_and_not_each_other_are_named(gated: Start, fault: str) -> None:
     run = gated(3, 3, "--exchange", "native", "--step-timeout", "5")
-    run.hosts[1].cut_off_from(run.hosts[2])
-    run.hosts[2].cut_off_from(run.hosts[1])
+    for one, other in ((1, 2), (2, 1)):
+        getattr(run.hosts[one], fault)(run.hosts[other])
     run.go()
     assert run.job.wait() == 3, run.job.story()
     told = " ".join(run.job.output().split())
     assert re.search(
-        r"rank (1 got no answer from rank 2 \(10\.77\.0\.3\)|2 got no answer from rank 1 \(10\.77\.0\.2\))",
+        r"rank (1 did not reach rank 2 \(10\.77\.0\.3\)|2 did not reach rank 1 \(10\.77\.0\.2\)) in 6 attempts",
         told,
     ), run.job.story()
     assert "the group is formed again (1 of 6 times)" in told
@@ -290,6 +292,28 @@ def test_a_host_whose_disk_is_full_says_so_and_the_head_goes_on_waiting(
         job.head.send_signal(signal.SIGINT)
         assert job.wait() == 130
         assert job.processes() == []
+
+
+def test_a_disk_that_fills_up_while_a_host_copies_the_run_is_told_once_and_the_job_goes_on(
+    start_cluster: Callable[[int], Cluster], zygote: Zygote, shared_folder: Path
+) -> None:
+    cluster = start_cluster(2)
+    cluster[1].run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", "/srv"])
+    job = HostsJob(cluster, zygote, shared_folder, SCRIPT, own_disks=True)
+    with contextlib.closing(job):
+        options = ("--exchange", "native")
+        job.start(2, str(shared_folder), "--gate", str(GATE), "--keep", "--loop", options=options)
+        job.wait_for_gate(shared_folder, 2)
+        cluster[1].run(["sh", "-c", "cat /dev/zero > /srv/full"], check=False)
+        time.sleep(2.5 * COPY_EVERY_S)
+        (shared_folder / "go").touch()
+        assert job.wait() == 0, job.story()
+        assert job.agents[1].wait() == 0
+        told = job.output(1)
+        assert told.count("the run could not be copied to /srv/runs/job: ") == 1, told
+        assert "No space left on device; it is tried again" in " ".join(told.split())
+        assert "Traceback" not in told
+        assert job.events("host-lost") == job.events("worker-replaced") == []
 
 
 def test_interrupting_the_head_ends_all_hosts_with_its_code(gated: Start) -> None:

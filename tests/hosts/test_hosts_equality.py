@@ -14,7 +14,7 @@ from jobs import SCRIPT, HostsJob, differences
 from whole_matrix import matrix_only
 
 OPTIONS = {"ddp": ("--exchange", "native"), "ps": ("--strategy", "ps", "--servers", "2")}
-USUAL = [("ddp", 4, 3), ("fsdp", 3, 2), ("pp", 3, 3), ("ps", 3, 2)]
+USUAL = [("ddp", 4, 3), ("fsdp", 3, 2), ("tp", 2, 2), ("pp", 3, 3), ("ps", 3, 2)]
 ALL = [
     (strategy, workers, hosts)
     for strategy in ("ddp", "fsdp", "tp", "pp", "ps")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
@@ -79,7 +78,13 @@ JoinKeyFile = Annotated[
     ),
 ]
 JoinTimeout = Annotated[
-    float, typer.Option("--join-timeout", metavar="SECONDS", help="How long the head waits for all hosts.")
+    float | None,
+    typer.Option(
+        "--join-timeout",
+        metavar="SECONDS",
+        help="How long the head waits for all hosts.",
+        show_default="600",
+    ),
 ]
 Ssh = Annotated[
     str,
@@ -165,7 +170,7 @@ class HostOptions(NamedTuple):  # a dataclass takes 3 ms longer to make, and `sh
     connections: NumConnections = None
     cluster: ClusterFile = None
     join_key_file: JoinKeyFile = None
-    join_timeout: JoinTimeout = 600.0
+    join_timeout: JoinTimeout = None
     ssh: Ssh = "ssh -o BatchMode=yes"
     advertise: Advertise = None
     plaintext: Plaintext = False
@@ -184,12 +189,17 @@ class HostOptions(NamedTuple):  # a dataclass takes 3 ms longer to make, and `sh
             num_workers=num_workers,
             connections=self.connections or 0,
             key_file=self.join_key_file,
-            join_timeout_s=self.join_timeout,
             ssh=self.ssh,
             advertise=self.advertise or "",
             plaintext=self.plaintext,
             ship=self.ship,
+            **self.given_join_timeout,
         )
+
+    @property
+    def given_join_timeout(self) -> dict[str, float]:
+        """As keyword argument of HostsConfig, which has the default: a cluster file may say another."""
+        return {} if self.join_timeout is None else {"join_timeout_s": self.join_timeout}
 
 
 @functools.cache
@@ -294,9 +304,10 @@ def hosts_config(
     if options.get("key_file") is not None:
         options["key_file"] = str(options["key_file"])
     # An option that was not given leaves what the cluster file says.
-    usual = {field.name: field.default for field in fields(HostsConfig)}
     given = {
-        key: value for key, value in options.items() if key not in said or value not in (None, usual[key])
+        key: value
+        for key, value in options.items()
+        if key not in said or (value is not False and value not in (None, ""))
     }
     return HostsConfig(**{**said, **given})
 

@@ -188,6 +188,8 @@ class TlsP2P:
                                 drop(next(iter(waiting)))
                             continue
                         stream = key.fileobj  # type: ignore[assignment]
+                        if stream not in waiting:
+                            continue  # dropped in this turn, for a newer one
                         try:
                             if self._hear_hello(stream, waiting[stream], rank):
                                 del waiting[stream]

@@ -133,6 +133,11 @@ class HostsConfig:
             raise ConfigError(
                 f"--connections {self.connections} cannot be: give a number from 1 to {MAX_CONNECTIONS}. Nothing was started."
             )
+        if not 0 < self.join_timeout_s < 1e9:
+            raise ConfigError(
+                f"--join-timeout {self.join_timeout_s} (join_timeout_s in a cluster file) is no time to wait for hosts. Nothing was "
+                "started; give a positive number of seconds."
+            )
         for what, counts in (("workers", self.workers), ("servers", self.servers)):
             if counts and len(counts) != self.num_hosts:
                 raise ConfigError(
@@ -342,7 +347,7 @@ def read_cluster(text: str, source: str) -> dict[str, Any]:
     for host in hosts:
         _refuse_unknown(host, {"name", "workers", "servers"}, source)
         for what in ("workers", "servers"):
-            if not isinstance(host.get(what, 0), int) or host.get(what, 0) < 0:
+            if type(host.get(what, 0)) is not int or host.get(what, 0) < 0:  # true is an int too
                 raise ConfigError(
                     f"{source}: {what} = {host[what]!r} is no number of {what}. Nothing was started."
                 )

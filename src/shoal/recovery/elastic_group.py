@@ -22,7 +22,7 @@ from shoal.collectives.exchanges import open_exchange
 from shoal.collectives.reducer import Native, Reducer, gather_any, gather_json
 from shoal.config import job as jobs
 from shoal.config import strategy as strategies
-from shoal.errors import CallsDiffer, CollectiveLeftOut, HostsApart, PeerLost, WaitTimedOut
+from shoal.errors import CallsDiffer, CollectiveLeftOut, GroupNotFormed, HostsApart, PeerLost, WaitTimedOut
 from shoal.recovery import state_transfer
 from shoal.recovery.rendezvous import NotConnected, form_group, is_broken, leave_group
 from shoal.recovery.replay_log import ReplayLog
@@ -43,8 +43,10 @@ KINDS = (
 """Purposes of an exchange: they reveal ranks whose scripts diverged."""
 
 
-MAX_UNFORMED = 6
-"""Attempts at forming a group between hosts that do not answer each other, about 11 s each."""
+MAX_APART, MAX_UNFORMED = 6, 12
+"""Views that the same processes of several hosts enter and cannot form before the job ends, about 11 s each: where hosts do
+not reach each other, and for any other reason. The latter is above rendezvous.MAX_STRANGERS, whose error says more.
+"""
 
 
 class WaitHook(Protocol):
@@ -71,6 +73,10 @@ class ElasticGroup(ReplayLog):
         self._kind, self._doing = 0, ""  # purpose of the exchange
         self._num_unformed = 0  # consecutive views that the same processes entered and could not form
         self._unformed_with: list[int] = []
+        self._unformed_reason, self._silent = (
+            "",
+            dict[int, str](),
+        )  # of the last one; ranks that were not reached
         self._stands = False  # this rank holds valid state: from view 1 on, or since a donor sent it
         self._reducer: Reducer | None = None
         self._timeout: WaitHook | None = None  # of the running exchange
@@ -154,22 +160,36 @@ class ElasticGroup(ReplayLog):
             failpoint("worker: view left")
             try:
                 self._enter()
-                self._num_unformed = 0
                 return
-            except NotConnected as error:
-                self._limit_attempts(error)
-            except PeerLost:
-                continue  # a rank died while the view was formed: this view is over, too
+            except PeerLost as error:  # a rank died while the view was formed: this view is over, too
+                if self._job.rank_hosts and self._num_unformed:
+                    self._limit_attempts(error)
 
-    def _limit_attempts(self, error: NotConnected) -> None:
-        """Report hosts that do not answer; HostsApart after MAX_UNFORMED views of the same processes."""
-        if self._num_unformed >= MAX_UNFORMED:
-            raise HostsApart(rank=error.rank, silent=error.silent, num_attempts=self._num_unformed) from None
-        silent = ", ".join(f"rank {rank} ({address})" for rank, address in error.silent.items())
-        events.emit("group-not-formed", view=self._view, silent=silent, reason=error.reason)
+    def _limit_attempts(self, error: PeerLost) -> None:
+        """End the job after too many views of the same processes that were not formed."""
+        silent = error.silent if isinstance(error, NotConnected) else {}
+        attempts = self._num_unformed
+        self._silent, self._unformed_reason = silent, error.reason.partition("\n")[0]
+        if silent and attempts >= MAX_APART:
+            raise HostsApart(
+                rank=error.rank, silent=silent, num_attempts=attempts, reason=self._unformed_reason
+            ) from None
+        if attempts >= MAX_UNFORMED:
+            raise GroupNotFormed(
+                rank=error.rank, num_attempts=attempts, reason=self._unformed_reason
+            ) from None
+
+    def _report_unformed(self) -> None:
+        """Report why the view before this one was not formed, now that all of its processes are known to live."""
+        num_unformed = self._num_unformed - 1
+        silent = ", ".join(f"rank {rank} ({address})" for rank, address in self._silent.items())
+        if not silent and num_unformed < 2:
+            return  # once is no pattern
+        events.emit("group-not-formed", view=self._view, silent=silent, reason=self._unformed_reason)
         print(
-            f"note: rank {error.rank} gets no answer from {silent}; the group is formed again "
-            f"({self._num_unformed} of {MAX_UNFORMED} times)",
+            f"note: rank {self._job.rank} {f'does not reach {silent}' if silent else 'could not form the group'} "
+            f"({self._unformed_reason}); the group is formed again "
+            f"({num_unformed} of {MAX_APART if silent else MAX_UNFORMED} times)",
             file=sys.stderr,
             flush=True,
         )
@@ -202,6 +222,8 @@ class ElasticGroup(ReplayLog):
             self._num_unformed + 1 if is_same else 1,
             formed.incarnations,
         )
+        if self._num_unformed > 1 and self._job.rank_hosts:
+            self._report_unformed()
         form_group(self._job, formed.view)
         torchs_own = Native(
             rank=self._job.rank,
@@ -210,6 +232,7 @@ class ElasticGroup(ReplayLog):
             timeout_s=self._job.liveness.step_timeout_s,
         )
         reducer = open_exchange(self._job, torchs_own)
+        self._num_unformed = 0
         if formed.donor >= 0:
             behind = fresh or self._log.num_known < formed.finished
             self._hand_over(reducer, formed.donor, behind=behind, fresh=fresh)

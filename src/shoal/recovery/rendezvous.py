@@ -279,14 +279,20 @@ _num_refused: dict[str, int] = {}
 _pids: list[int] = []
 """Process id of every rank of the view; empty unless all ranks share a pid namespace."""
 
-_host_addresses: list[str] = []
-"""Address of every rank's host, by rank, in the view that is being formed."""
+_probe_listener: socket.socket | None = None
+"""Accepts nobody: the kernel completes the connections by which other hosts check that they reach this one.
 
-PROBED_PORT, PROBE_TIMEOUT_S = 1, 1.0
-"""No service listens at tcpmux: a reachable host refuses the connection at once, a host behind a broken link or a firewall is silent."""
+Open from entering a view until its group is formed. Where that fails, until the next view begins, which is after all
+ranks have probed: a refused connection is a firewall's then, and no rank's that was quicker.
+"""
+
+_probed: list[tuple[str, int]] = []
+"""Address and port of every rank's probe listener, by rank, in the view that is being formed; only with several hosts."""
+
+PROBE_TIMEOUT_S = 1.0
 
 MAX_SILENT = 3
-"""Silent hosts after which no other is probed: each takes PROBE_TIMEOUT_S."""
+"""Unreachable hosts after which no other is probed: a silent one takes PROBE_TIMEOUT_S."""
 
 _asked_at = 0.0
 """Time of the last request to the coordinator whether the view is over."""
@@ -342,6 +348,7 @@ def form_group(job: Job, view: int) -> None:
             _set_pg_timeout(timedelta(seconds=job.liveness.step_timeout_s))
             _sockets = _accept_ranks_only(job, view, before, needs_all=True)
         _view = view
+        _close_probe_listener()
         return
     except (dist.DistError, RuntimeError) as error:
         reason = str(error)  # not the error itself: it refers to parts of the group
@@ -356,7 +363,7 @@ def form_group(job: Job, view: int) -> None:
 
 
 class NotConnected(PeerLost):
-    """This rank could not form the group of a view, and got no answer from the hosts of some others."""
+    """This rank could not form the group of a view, and does not reach the hosts of some others."""
 
     def __init__(self, *, rank: int, view: int, silent: dict[int, str], reason: str) -> None:
         super().__init__(rank=rank, operation=f"forming the group of view {view}", reason=reason)
@@ -364,17 +371,27 @@ class NotConnected(PeerLost):
 
 
 def _silent_ranks(job: Job) -> dict[int, str]:
-    """Ranks whose hosts do not answer this one, with their addresses; of MAX_SILENT hosts at most."""
+    """Ranks whose hosts this one does not reach, with their addresses; of MAX_SILENT hosts at most."""
     silent: set[str] = set()
-    for address in {*_host_addresses} - {job.host_address}:
-        if len(silent) < MAX_SILENT:
+    for address, port in dict(_probed).items():  # one rank of each host: a dead one is in no view after this
+        if address != _group_address(job) and len(silent) < MAX_SILENT:
             try:
-                socket.create_connection((address, PROBED_PORT), PROBE_TIMEOUT_S).close()
-            except (ConnectionRefusedError, ConnectionResetError):
-                pass  # an answer
+                socket.create_connection((address, port), PROBE_TIMEOUT_S).close()
             except OSError:
                 silent.add(address)
-    return {rank: address for rank, address in enumerate(_host_addresses) if address in silent}
+    return {rank: address for rank, (address, _) in enumerate(_probed) if address in silent}
+
+
+def _group_address(job: Job) -> str:
+    """Address at which gloo listens on this host."""
+    return job.bind_address or job.host_address
+
+
+def _close_probe_listener() -> None:
+    global _probe_listener
+    if _probe_listener is not None:
+        _probe_listener.close()
+        _probe_listener = None
 
 
 def interface_of(address: str) -> str:
@@ -568,15 +585,23 @@ def _is_over(job: Job, view: int, before: SocketsBefore) -> bool:
 
 def _wait_for_ranks(store: ShoalStore, job: Job, view: int) -> None:
     """Wait until all ranks are here. torch would wait too, but could not name the missing ranks."""
-    global _pids, _host_addresses
+    global _pids, _probed, _probe_listener
+    _probed = []
+    _close_probe_listener()
     rank_of = {f"{prefix_of(view)}/here/{rank}": f"rank {rank}" for rank in range(job.num_workers)}
-    here = f"{system.namespace()}@{job.host_address}"
-    store.set(f"{prefix_of(view)}/here/{job.rank}", f"{os.getpid()} {here}")
+    here, probed = f"{system.namespace()}@{job.host_address}", []
+    if job.rank_hosts:
+        address = _group_address(job)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        _probe_listener = socket.create_server((address, 0), family=family)
+        probed = [address, _probe_listener.getsockname()[1]]
+    said = " ".join(map(str, (os.getpid(), here, *probed)))
+    store.set(f"{prefix_of(view)}/here/{job.rank}", said)
     try:
         told = [each.decode().split() for each in store.multi_get(list(rank_of))]
-        _host_addresses = [each[1].rpartition("@")[2] for each in told]
+        _probed = [(each[2], int(each[3])) for each in told if each[2:]]
         # Pids of another machine would be taken for strangers here.
-        _pids = [int(pid) for pid, _ in told] if {each[1] for each in told} == {here} else []
+        _pids = [int(each[0]) for each in told] if {each[1] for each in told} == {here} else []
     except StoreWaitTimedOut as error:
         if job.can_recover:
             raise

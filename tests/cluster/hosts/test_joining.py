@@ -5,24 +5,29 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from shoal.cluster.hosts import authority, joining
+from shoal.cluster.hosts.agent import HostAgent
 from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.hosts.files import FileService, copy_shipped
 from shoal.cluster.hosts.joining import Admission, Door, JobFacts
 from shoal.errors import ConfigError, HostNotAdmitted, WireError
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.framing import read_message, send_message
-from shoal.runtime.transport.messages.hosts import AgentReady, HostRefused, ListFiles, ReadFile
+from shoal.runtime.transport.messages.hosts import AgentReady, AgentStart, HostRefused, ListFiles, ReadFile
+from waiting import wait_until
 
 KEY = "a-key-of-more-than-twenty-characters"
 
@@ -313,6 +318,90 @@ def test_silent_connections_that_stay_do_not_keep_a_host_out(
             sock = socket.create_connection(("127.0.0.1", head.port), source_address=(address, 0))
             silent.enter_context(sock)
         assert head.join().number == 1
+
+
+def test_more_joins_at_once_than_handshakes_of_an_address_all_succeed(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_hosts = 3 * joining.MAX_HANDSHAKES_PER_ADDRESS
+    # Each thread is a machine.
+    monkeypatch.setattr(joining, "machine_id", lambda own: threading.current_thread().name.encode())
+    head, admitted = open_head(numbers=tuple(range(1, num_hosts + 1))), list[int]()
+
+    def join() -> None:
+        admitted.append(joining.join(head.address, KEY, timeout_s=60.0).number)
+
+    joins = [threading.Thread(target=join, name=f"machine {number:024}") for number in range(num_hosts)]
+    for thread in joins:
+        thread.start()
+    for thread in joins:
+        thread.join(90)
+    assert sorted(admitted) == list(range(1, num_hosts + 1))
+
+
+def test_a_join_that_is_refused_is_not_tried_again(open_head: Callable[..., Head]) -> None:
+    head = open_head()
+    for _ in range(2):
+        with pytest.raises(HostNotAdmitted):
+            head.join("another-key-of-twenty-characters")
+    assert [head.door.refusals.get(timeout=5) for _ in range(2)]
+    assert head.door.refusals.empty()
+
+
+def test_an_agent_whose_first_connection_is_dropped_connects_again(open_head: Callable[..., Head]) -> None:
+    head = open_head()
+    admission = head.join()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def drop_one_and_pass_the_next_on() -> None:
+        listener.accept()[0].close()
+        near, far = listener.accept()[0], socket.create_connection(("127.0.0.1", head.port))
+        with listener, near, far:
+            while ready := select.select([near, far], [], [])[0]:
+                data = ready[0].recv(65536)
+                if not data:
+                    return
+                (far if ready[0] is near else near).sendall(data)
+
+    def start_it() -> None:
+        wait_until(lambda: joined.extend(head.door.joined()) or joined, 10)
+        send_message(joined[0].stream, AgentStart(0.5, 3.0, []))
+
+    joined: list[joining.JoinedHost] = []
+    warm: Any = SimpleNamespace(close=lambda: None)
+    agent = HostAgent(
+        admission, f"tls://127.0.0.1:{listener.getsockname()[1]}", warm, run_dir=head.run_dir, folder=None
+    )
+    helpers = [threading.Thread(target=act) for act in (drop_one_and_pass_the_next_on, start_it)]
+    for thread in helpers:
+        thread.start()
+    agent._connect()
+    assert joined[0].number == 1
+    agent._close()
+    for thread in helpers:
+        thread.join(10)
+    for sock in (joined[0].stream, agent._wake, agent._waker):
+        sock.close()
+
+
+def test_peers_with_a_certificate_that_say_nothing_are_not_dropped_for_others(
+    open_head: Callable[..., Head],
+) -> None:
+    head = open_head()
+    admission = head.join()
+    with contextlib.ExitStack() as stack:
+        first = admission.credentials.connect(
+            head.address.replace("shoal", "tls"), expect="head", timeout_s=5
+        )
+        stack.enter_context(first)
+        assert wait_until(lambda: not head.door._under_way, 5)
+        for _ in range(2 * joining.MAX_HANDSHAKES_PER_ADDRESS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", head.port)))
+        assert wait_until(lambda: head.door.refusals.qsize() >= joining.MAX_HANDSHAKES_PER_ADDRESS, 10)
+        send_message(first, AgentReady(1, 0, os.getpid()))
+        joined: list[joining.JoinedHost] = []
+        assert wait_until(lambda: joined.extend(head.door.joined()) or joined, 10)
+        joined[0].stream.close()
 
 
 # ---- the key's file -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from shoal import system
-from shoal.cluster.hosts.joining import Admission
+from shoal.cluster.hosts.joining import AGENT_TIMEOUT_S, Admission, retried
 from shoal.cluster.hosts.run_copy import RunCopy
 from shoal.cluster.launch import roles
 from shoal.cluster.supervisor.sockets import listen_unnamed
@@ -164,24 +164,31 @@ class HostAgent:
         is lost.
         """
         admission = self._admission
-        stream = admission.credentials.connect(
-            self._head,
-            expect="head",
-            timeout_s=CONNECT_TIMEOUT_S,
-            source=admission.own_address if admission.interfaces else None,
-        )
-        assert isinstance(stream, TlsStream)
-        self._stream = stream
         number, incarnation = admission.number, admission.credentials.incarnation
-        send_message(stream, AgentReady(number, incarnation, os.getpid()))
-        start = read_message(stream)[0]
+
+        def connect() -> tuple[TlsStream, Message]:
+            stream = admission.credentials.connect(
+                self._head,
+                expect="head",
+                timeout_s=CONNECT_TIMEOUT_S,
+                source=admission.own_address if admission.interfaces else None,
+            )
+            assert isinstance(stream, TlsStream)
+            try:
+                send_message(stream, AgentReady(number, incarnation, os.getpid()))
+                return stream, read_message(stream)[0]
+            except BaseException:
+                stream.close()
+                raise
+
+        self._stream, start = retried(connect, AGENT_TIMEOUT_S)
         if not isinstance(start, AgentStart):
             raise ClusterError(f"the head at {self._head} did not say what this host is to do ({start}).")
         self._start = start
         for server in start.servers:
             listener, way_in = listen_unnamed(roles.way_in(server))
             self._servers[server] = _ServerSeat(listener, way_in, tls.listen(admission.own_address))
-        stream.setblocking(False)
+        self._stream.setblocking(False)
 
     def _listen(self) -> None:
         """Report that this host can fork, and the addresses of its servers."""

@@ -53,8 +53,8 @@ CHECK_EVERY_S = 0.25
 FIRST_RETRY_S, REPLACE_EVERY_S = 0.25, 2.0
 """First and longest interval between requests for the same slot: the lost one may still be ending at the first request."""
 
-MAX_REPLACEMENTS = 5
-"""Slots requested from an engine to replace one lost slot, before its deadline applies."""
+MAX_REPLACEMENTS = 8
+"""Slots requested from an engine to replace one lost slot, before its deadline applies: with these intervals, for 12 s."""
 
 ENGINE_ANSWER_S = 0.25
 """Time that heartbeats wait for an engine's answer about a lost host; after that the loss is reported without it."""

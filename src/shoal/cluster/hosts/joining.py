@@ -26,6 +26,7 @@ import math
 import os
 import platform
 import queue
+import random
 import secrets
 import socket
 import ssl
@@ -93,6 +94,7 @@ MAX_CLOCK_SKEW_S = 60.0
 """Between head and host. Certificates, logs and the ledger carry times."""
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 
 # ---- the key ------------------------------------------------------------------------------------
@@ -336,9 +338,9 @@ class Door:
             self._go_on_as(handshake, stream)
             stream.do_handshake()
             if stream.getpeercert():
+                self._is_over(handshake)  # hosts at work are never dropped, and keep no others from joining
                 first = read_message(stream)[0]
                 watchdog.cancel()
-                self._is_over(handshake)  # hosts at work must not keep others from joining
                 if isinstance(first, ListFiles):
                     self._check_current(stream.identity)
                     self._files.serve(stream, first)
@@ -625,12 +627,29 @@ def join(
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the MAC of the key proves the head
     context.sslsocket_class = TlsStream
-    try:
-        with _reach(host, port, timeout_s, source or _loopback_source(host, wants), say) as sock:
+    source = source or _loopback_source(host, wants)
+    deadline = time.monotonic() + timeout_s
+
+    def prove() -> _Proven:
+        left_s = max(0.1, deadline - time.monotonic())
+        with socket.create_connection((host, port), left_s, (source, 0) if source else None) as sock:
             sock.settimeout(HANDSHAKE_S)
             own_address = sock.getsockname()[0]
-            with context.wrap_socket(sock) as stream:
-                return _converse(stream, key.encode(), own_address, wants, run_dir, cores, role)
+            stream = context.wrap_socket(sock)
+            try:
+                return _prove(stream, key.encode(), own_address, wants, cores, role)
+            except BaseException:
+                stream.close()
+                raise
+
+    def tell(error: Exception) -> None:
+        why = getattr(error, "strerror", None) or error
+        say(f"no head answers at {host}:{port} yet ({why}); trying for {timeout_s:g} s")
+
+    try:
+        proven = retried(prove, timeout_s, tell)
+        with proven.stream:
+            return _be_admitted(proven, run_dir)
     except socket.gaierror as error:
         raise ConfigError(
             f"{host} is no host that this one knows ({error.strerror}). Nothing was started."
@@ -640,6 +659,28 @@ def join(
             f"no job can be joined at {address}: {error or 'it hung up'}. Nothing was started; the address is what the head "
             "printed, and must be reachable from here."
         ) from None
+
+
+def retried(
+    act: Callable[[], T], timeout_s: float, tell: Callable[[Exception], None] = lambda error: None
+) -> T:
+    """Result of talking to the head, which may be started last and drops the oldest of too many handshakes.
+
+    `tell` is called with the first error. HostNotAdmitted is the head's answer, and final.
+    """
+    deadline, has_told = time.monotonic() + timeout_s, False
+    while True:
+        try:
+            return act()
+        except (OSError, EOFError, WireError) as error:
+            # Hosts that were dropped together must not all come back together.
+            wait_s = CONNECT_EVERY_S * (1 + random.random())
+            if time.monotonic() + wait_s >= deadline:
+                raise
+            if not has_told:
+                has_told = True
+                tell(error)
+        time.sleep(wait_s)
 
 
 def _loopback_source(host: str, wants: int) -> str | None:
@@ -653,34 +694,18 @@ def _loopback_source(host: str, wants: int) -> str | None:
     return str(ipaddress.IPv4Address("127.0.0.1") + wants) if is_shared else None
 
 
-def _reach(
-    host: str, port: int, timeout_s: float, source: str | None, say: Callable[[str], None]
-) -> socket.socket:
-    deadline, has_told = time.monotonic() + timeout_s, False
-    while True:
-        try:
-            left_s = max(0.1, deadline - time.monotonic())
-            return socket.create_connection((host, port), left_s, (source, 0) if source else None)
-        except OSError as error:  # a name may also resolve only once the head's container has started
-            if time.monotonic() + CONNECT_EVERY_S >= deadline:
-                raise
-            if not has_told:
-                has_told = True
-                say(
-                    f"no head answers at {host}:{port} yet ({error.strerror or error}); trying for {timeout_s:g} s"
-                )
-        time.sleep(CONNECT_EVERY_S)
+class _Proven(NamedTuple):
+    """A connection on which both ends have proven that they have the key."""
+
+    stream: ssl.SSLSocket
+    own_address: str
+    private_key: bytes
+    answer: HeadProof
 
 
-def _converse(
-    stream: ssl.SSLSocket,
-    key: bytes,
-    own_address: str,
-    wants: int,
-    run_dir: Path,
-    cores: int | None,
-    role: str,
-) -> Admission:
+def _prove(
+    stream: ssl.SSLSocket, key: bytes, own_address: str, wants: int, cores: int | None, role: str
+) -> _Proven:
     fingerprint = hashlib.sha256(stream.getpeercert(binary_form=True) or b"").digest()
     private, public = new_key()
     nonce = secrets.token_bytes(32)
@@ -708,6 +733,11 @@ def _converse(
         raise HostNotAdmitted(
             "the process that answers there does not have the join key: it is not the head of this job"
         )
+    return _Proven(stream, own_address, private, answer)
+
+
+def _be_admitted(proven: _Proven, run_dir: Path) -> Admission:
+    stream, own_address, private, answer = proven
     mark = run_dir_mark(answer.run_dir)
     launches, alive = run_copy.history(run_dir, answer.job, answer.launches)
     send_message(stream, HostFiles(file_hash(answer.script), mark, launches, alive))
