@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import shutil
 from html.parser import HTMLParser
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from recorded_runs import BEGAN, SAMPLES, activity, write_lines, write_run, write_spans
+from rich.console import Console
 from typer.testing import CliRunner
 
 from shoal.cli import app
+from shoal.cli.inspect.live import draw
 from shoal.errors import ConfigError
 from shoal.observe import live, record, trace
 from shoal.observe.figures import MeasuredBandwidth, Target, figures
@@ -191,6 +194,40 @@ def test_an_evaluation_after_the_fit_does_not_change_the_progress_of_the_fit(tmp
     file.write_text("\n".join([*lines, json.dumps(evaluated)]) + "\n")
     now = live.look(path)
     assert (now.step, now.num_steps, now.epoch, now.num_epochs) == (100, 100, 3, 3)
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "predict"])
+def test_progress_of_the_fit_is_shown_during_a_long_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """The last line of the fit is older than the window over which a living run is looked at."""
+    monkeypatch.setattr(record.runs, "state", lambda path, summary: record.runs.RunState.ALIVE)
+    fit = {"phase": "fit", "epoch": 2, "num_epochs": 3, "num_steps": 120, "loss": 0.5, "eta_s": 9.0}
+    path = write_run(tmp_path / "run", workers=1, worker_0=fit)
+    file = path / "activity" / "worker-0.jsonl"
+    aside = {"phase": phase, "epoch": 0, "num_epochs": None, "num_steps": 7, "loss": None, "eta_s": None}
+    later = [activity(BEGAN + 11 + k, "worker-0", **aside, step=100) for k in range(60)]
+    file.write_text(file.read_text() + "".join(json.dumps(line) + "\n" for line in later))
+    now = live.look(path, now=BEGAN + 71)
+    assert (now.epoch, now.num_epochs, now.num_steps, now.eta_s) == (2, 3, 120, 9.0)
+
+
+def test_a_run_that_knows_neither_step_nor_total_is_not_taken_for_done(tmp_path: Path) -> None:
+    told = {"epoch": 1, "num_epochs": 5, "num_steps": None, "step": None}
+    path = write_run(tmp_path / "run", workers=1, worker_0=told)
+    (path / "metrics.jsonl").unlink()
+    assert live.look(path).epoch == 1
+
+
+def test_a_remark_on_a_narrow_terminal_costs_no_figures(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", worker_1={"incarnation": 12, "seconds": {"compute": 3.0}})
+    shown = io.StringIO()
+    Console(width=80, file=shown).print(draw(live.look(path), has_colours=False, width=80))
+    text = shown.getvalue()
+    assert "samples/s" in text
+    assert "memory" in text
+    assert "incarnation" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_waiting_and_transfer_are_told_apart_by_the_last_to_come(
