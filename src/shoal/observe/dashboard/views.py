@@ -666,12 +666,12 @@ PAGES: dict[str, Callable[[RunFeed], Values]] = {
 
 def _shares(feed: RunFeed) -> dict[str, float]:
     """Seconds of all workers by group, and those in none."""
-    return dict(_by_group(_spent(feed)))
+    return _by_group(_spent(feed))
 
 
-def _spent(feed: RunFeed) -> Counter[str]:
+def _spent(feed: RunFeed) -> dict[str, float]:
     """Seconds of all workers lately by kind, and those in none."""
-    total: Counter[str] = Counter()
+    found = dict.fromkeys((*_GROUP_OF, OUTSIDE), 0.0)
     for name in feed.activity:
         if name.startswith("worker-"):
             lines = list(feed.activity[name])
@@ -679,27 +679,31 @@ def _spent(feed: RunFeed) -> Counter[str]:
             if feed.state is not runs.RunState.ALIVE:
                 lines = record.while_training(lines)
             kinds = _kinds(lines)
-            kinds[OUTSIDE] = max(0.0, sum(map(record.interval_s, lines)) - sum(kinds.values()))
-            total.update(kinds)
-    return total
-
-
-def _kinds(lines: list[Values]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for line in lines:
-        found.update({kind: s for kind, s in _counts(line.get("seconds")).items() if kind in _GROUP_OF})
+            found[OUTSIDE] += max(0.0, sum(map(record.interval_s, lines)) - sum(kinds.values()))
+            for kind, seconds in kinds.items():
+                found[kind] += seconds
     return found
 
 
-def _by_group(kinds: Mapping[str, float]) -> Counter[str]:
-    found: Counter[str] = Counter()
+def _kinds(lines: list[Values]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in lines:
+        for kind, seconds in _counts(line.get("seconds")).items():
+            if kind in _GROUP_OF:
+                found[kind] = found.get(kind, 0.0) + seconds
+    return found
+
+
+def _by_group(kinds: Mapping[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
     for kind, seconds in kinds.items():
-        found[_GROUP_OF.get(kind, kind)] += seconds
+        group = _GROUP_OF.get(kind, kind)
+        found[group] = found.get(group, 0.0) + seconds
     return found
 
 
 def _grouped(lines: list[Values]) -> dict[str, float]:
-    return dict(_by_group(_kinds(lines)))
+    return _by_group(_kinds(lines))
 
 
 def _fractions(shares: dict[str, float], seconds: float) -> dict[str, float]:
