@@ -68,6 +68,38 @@ def test_speedup_is_against_the_baseline_and_one_beyond_the_ideal_is_doubted(tmp
     assert "250% of the ideal cannot be, so run-baseline was disturbed" in doubted["missing"][-1]
 
 
+def test_devices_are_those_that_workers_allocated_on(tmp_path: Path) -> None:
+    """The default is --device auto, which says nothing; two of four workers share a device, and one is on the CPU."""
+    told = {0: "cuda:0", 1: "cuda:1", 2: "cuda:1"}
+    by_worker = {f"worker_{k}": {"device": d, "device_peak_bytes": (k + 1) << 20} for k, d in told.items()}
+    path = write_run(tmp_path / "run", **by_worker)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"device": "auto"}))
+    found = reported(path)
+    assert found["gpu_seconds"] == pytest.approx(2 * found["seconds"], abs=0.1)
+    assert found["device_peak_bytes"] == 3 << 20
+    assert "peak memory of a device" in page(record.read(path), found)
+    there = reported(write_run(tmp_path / "cpu"))
+    assert (there["gpu_seconds"], there["device_peak_bytes"]) == (None, None)
+
+
+def test_bytes_and_waiting_are_summed_by_host_and_by_the_link_to_servers(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", **{f"worker_{rank}": {"host": rank // 3} for rank in range(4)})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"strategy": "ps"}))
+    found = reported(path)
+    assert found["hosts"].keys() == {"host 0", "host 1"}
+    first, second = found["hosts"].values()
+    assert (first["processes"], first["sent_bytes"], first["waited_s"]) == (3, 30_000, pytest.approx(3))
+    assert (second["processes"], second["sent_bytes"]) == (1, 10_000)
+    assert found["links"] == {"workers to servers": 40_000, "servers to workers": 40_000}
+    text = page(record.read(path), found)
+    assert "host 0, 3 processes" in text
+    assert "Bytes by link: workers to servers 40 KB" in text
+    there = reported(write_run(tmp_path / "here"))
+    assert (there["hosts"], there["links"]) == ({}, {})
+
+
 @pytest.mark.parametrize(
     ("changed", "blamed"),
     [
