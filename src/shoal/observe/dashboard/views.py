@@ -236,20 +236,18 @@ def _another_worker(feed: RunFeed) -> Values:
     """By the time that a worker more makes shorter, where the rest of a step is as long as now: the estimate that `shoal plan` measures."""
     found = _estimate(feed)
     if isinstance(found, str):
-        return {"answer": found, "level": "unknown"} | _planned(feed, found)
-    gained, limit = found
-    pays = gained >= PAYS_FROM
-    said = (
-        f"{'yes' if pays else 'hardly'}: about {gained:.0%} of what one adds alone; by the same estimate the next one "
-        + (f"stops paying at {limit}" if limit < MAX_ESTIMATED else f"pays up to {MAX_ESTIMATED:,} workers")
-    )
-    return {"level": "good" if pays else "fair"} | _planned(feed, said)
-
-
-def _planned(feed: RunFeed, said: str) -> Values:
-    """The estimate, and beside it what a plan of the run measured."""
-    measured = feed.plan.get("stops_paying")
-    return {"answer": f"{said}. Its plan: {measured}" if measured else f"{said}; shoal plan measures it"}
+        said, level = found, "unknown"
+    else:
+        gained, limit = found
+        pays = gained >= PAYS_FROM
+        ends = f"stops paying at {limit}" if limit < MAX_ESTIMATED else f"pays up to {limit:,} workers"
+        said = f"{'yes' if pays else 'hardly'}: about {gained:.0%} of what one adds alone; by the same estimate the next one {ends}"
+        level = "good" if pays else "fair"
+    planned = feed.plan.get("stops_paying")
+    return {
+        "answer": f"{said}. Its plan: {planned}" if planned else f"{said}; shoal plan measures it",
+        "level": level,
+    }
 
 
 def _estimate(feed: RunFeed) -> tuple[float, int] | str:
@@ -269,16 +267,16 @@ def _estimate(feed: RunFeed) -> tuple[float, int] | str:
     if not spent["compute"]:
         return "not known: no computing was recorded"
     # The optimizer is whole in every worker, unless the strategy cuts the parameters.
-    cut = spent["compute"] + (spent["apply"] if strategy.base == "mesh" else 0.0)
-    rest, whole = sum(spent.values()) - cut, workers * cut
-    alone_s = whole + (spent["apply"] if strategy.base != "mesh" else 0.0)
+    divided = ("compute", "apply") if strategy.base == "mesh" else ("compute",)
+    batch_s = workers * sum(spent[kind] for kind in divided)
+    rest_s = sum(seconds for kind, seconds in spent.items() if kind not in divided)
+    alone_s = batch_s + (spent["apply"] if "apply" not in divided else 0.0)
 
     def gained(number: int) -> float:
-        return alone_s * (1 / (whole / (number + 1) + rest) - 1 / (whole / number + rest))
+        return alone_s * (1 / (batch_s / (number + 1) + rest_s) - 1 / (batch_s / number + rest_s))
 
-    return gained(workers), next(
-        (number for number in range(1, MAX_ESTIMATED) if gained(number) < PAYS_FROM), MAX_ESTIMATED
-    )
+    limit = next((number for number in range(1, MAX_ESTIMATED) if gained(number) < PAYS_FROM), MAX_ESTIMATED)
+    return gained(workers), limit
 
 
 def _died(feed: RunFeed) -> Values:
