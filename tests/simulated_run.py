@@ -175,6 +175,7 @@ def worker_line(
         "interval_s": 1.0,
         "num_steps": steps,
         "num_epochs": 2,
+        "cache": {"hits": 900, "misses": 100},
     }
 
 
@@ -193,7 +194,6 @@ def server_line(number: int, k: int, steps: int, seconds: int, draw: random.Rand
         "queue_s": 0.0004 + 0.0006 * draw.random(),
         "staleness": {"0": 40, "1": 22, "2": 9, "3": 3, "4": 1},
         "replicas": 128,
-        "cache": {"hits": 900, "misses": 100},
     }
 
 

@@ -84,6 +84,23 @@ def test_a_finished_run_opens_on_every_page_and_fits_a_narrow_window(page: Any, 
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(11, 18, 32)"
 
 
+def test_charts_say_that_plotly_is_missing_on_every_page(page: Any, address: str) -> None:
+    page.route("**/plotly.min.js", lambda route: route.abort())
+    missing = "No chart: Plotly's script could not be loaded."
+    page.goto(address.replace("/?", "/run/click/overview?"))
+    page.wait_for_selector(f".chart:has-text({json.dumps(missing)})")
+    page.locator("nav").get_by_role("link", name="servers", exact=True).click()
+    page.wait_for_selector(f".chart.small:has-text({json.dumps(missing)})")
+
+
+def test_skips_are_listed_whatever_their_event_is_called(page: Any, address: str, runs: Path) -> None:
+    with open(runs / "click" / "events.jsonl", "a") as file:
+        for name in ("sample skipped", "quarantine-exited"):
+            file.write(json.dumps({"time": START + 9, "event": name, "index": 7}) + "\n")
+    page.goto(address.replace("/?", "/run/click/data?"))
+    page.wait_for_selector("td:has-text('quarantine-exited')")
+
+
 def test_a_wrong_token_is_refused(page: Any, address: str) -> None:
     answer = page.goto(address[:-3] + "xyz")
     assert answer.status == 403

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shoal.config import parallel_options
 from shoal.config.choices import COMPRESSORS, EXCHANGES, CompressorChoice, PushCodec
 from shoal.config.parallel_options import ParallelOptions
+from shoal.collectives.gradients import BETWEEN_HOSTS_BYTES, Item, lay_out
 from shoal.observe.planner.cost_model import (
     SUMS,
     ClusterShape,
@@ -316,3 +317,45 @@ def test_a_measured_step_keeps_the_proportions_of_its_terms() -> None:
     measured = found.corrected(2 * found.step_s)
     assert measured.step_s == pytest.approx(2 * found.step_s)
     assert measured.terms["compute"] == pytest.approx(2 * found.terms["compute"])
+
+
+def test_a_compressor_costs_its_fixed_part_for_each_bucket() -> None:
+    """1 MiB first, then 25 MiB each, as the buckets of a model with such layers are laid out; between hosts 4 MiB."""
+    layout = lay_out([Item(number, 1 << 18, 4, "cpu") for number in range(60)])
+    model = replace(WORKLOAD, layers=(), gradient_bytes=60 << 20, parameter_bytes=60 << 20, overlap=0.0)
+    free, dear = (
+        ClusterShape(per_host=2, cores=2, exchanges=LINKS, codecs={"int8": LinkSpeed(fixed_s, 1e18)})
+        for fixed_s in (0.0, 1e-3)
+    )
+    int8 = PlanCandidate(workers=2, strategy="ddp", compress="int8")
+    costs = predict(int8, model, dear).step_s - predict(int8, model, free).step_s
+    assert costs == pytest.approx(len(layout) * 1e-3)
+    apart = [replace(each, hosts=2, per_host=1) for each in (free, dear)]
+    between = lay_out(
+        [Item(number, 1 << 18, 4, "cpu") for number in range(60)], bucket_bytes=BETWEEN_HOSTS_BYTES
+    )
+    costs = predict(int8, model, apart[1]).step_s - predict(int8, model, apart[0]).step_s
+    assert costs == pytest.approx(len(between) * 1e-3)
+
+
+def test_rows_cost_what_the_exchange_makes_of_them_and_no_compressor_makes_them_smaller() -> None:
+    rowy = replace(WORKLOAD, row_bytes=40 << 20, overlap=0.0)
+    slow = LINKS | {"native": LinkSpeed(50e-6, 1e8)}
+    cluster = ClusterShape(per_host=4, cores=4, exchanges=slow)
+
+    def by_rows(exchange: str, compress: str = "none") -> float:
+        c = PlanCandidate(workers=4, strategy="ddp", exchange=exchange, compress=compress)
+        return predict(c, rowy, cluster).step_s - predict(c, replace(rowy, row_bytes=0), cluster).step_s
+
+    # Ten MiB of each worker go to three others.
+    assert by_rows("ring") == pytest.approx(3 * 50e-6 + 3 * (10 << 20) / 2e9)
+    assert by_rows("native") == pytest.approx(3 * 50e-6 + 3 * (10 << 20) / 1e8)
+    assert by_rows("ring", "bf16") == pytest.approx(by_rows("ring"))
+
+
+def test_a_hybrid_push_of_rows_is_one_pass_at_a_server_and_an_exact_one_two() -> None:
+    rowy = replace(WORKLOAD, compute_s=0.0, fixed_s=0.0, apply_s=0.0, gradient_bytes=1, row_bytes=400 << 20)
+    cluster = ClusterShape(per_host=4, cores=4, exchanges=LINKS)
+    ways = [PlanCandidate(workers=4, strategy=name, servers=1) for name in ("ps", "ps:hybrid")]
+    exact, hybrid = (predict(each, rowy, cluster).terms["server"] for each in ways)
+    assert hybrid == pytest.approx(exact / 2, rel=1e-3)

@@ -14,17 +14,20 @@ from shoal.observe.planner.cost_model import (
     ClusterShape,
     LinkSpeed,
     PlanCandidate,
+    TensorCost,
     all_reduce_s,
     predict,
 )
 from shoal.observe.planner.measuring import (
     Calibration,
+    LinkTimes,
     MeasuredRun,
     codecs_of,
     disturbed,
     layers_of,
     links_of,
     shards_of,
+    with_links,
     workload_of,
 )
 
@@ -176,6 +179,24 @@ def test_fsdp_by_its_bytes_and_by_its_parameters() -> None:
     assert costs == pytest.approx((1e-4, 2e-5))
     cluster = ClusterShape(per_host=2, exchanges={SHARDS: unit})
     assert all_reduce_s(SHARDS, 4 << 20, 2, cluster) == pytest.approx(2e-3 + 1.5 * (4 << 20) / 1e9, rel=0.01)
+
+
+def test_where_fsdp_does_not_run_a_gather_costs_what_a_sum_does() -> None:
+    by_size = {4096: {"native": 2e-4}, 1 << 20: {"native": 2e-3}}
+    cluster = with_links(ClusterShape(per_host=2), LinkTimes(by_size, {}, []), 2)
+    assert cluster.exchanges[SHARDS] == cluster.exchanges["native"]
+    assert cluster.tensors == TensorCost()
+
+
+def test_a_calibration_with_rows_predicts_itself() -> None:
+    """Nothing overlaps, so all of the measured communication is that of the sums."""
+    cluster = ClusterShape(per_host=2, cores=2, exchanges={n: LinkSpeed(1e-5, 1e6) for n in SUMS})
+    several = measured(2, 1, 576 + 1056 + 500.0, compute=0.05, communication=0.1)
+    base = Calibration(alone=measured(1, 2, compute=0.1), narrow=measured(1, 1, compute=0.1), several=several)
+    workload = workload_of(base, cluster)
+    assert workload.row_bytes == 1000
+    ddp = predict(PlanCandidate(workers=2, strategy="ddp"), workload, cluster)
+    assert ddp.terms["communication"] == pytest.approx(several.terms["communication"])
 
 
 def test_a_machine_that_others_used_is_named() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import shutil
 from html.parser import HTMLParser
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from recorded_runs import BEGAN, SAMPLES, activity, write_lines, write_run, write_spans
+from rich.console import Console
 from typer.testing import CliRunner
 
 from shoal.cli import app
+from shoal.cli.inspect.live import draw
 from shoal.errors import ConfigError
 from shoal.observe import live, record, trace
 from shoal.observe.figures import MeasuredBandwidth, Target, figures
@@ -63,6 +66,38 @@ def test_speedup_is_against_the_baseline_and_one_beyond_the_ideal_is_doubted(tmp
     assert (scaling["speedup"], scaling["efficiency"]) == (pytest.approx(4), pytest.approx(1))
     doubted = reported(path, baseline={"run": "run-baseline", "samples_per_s": SAMPLES})
     assert "250% of the ideal cannot be, so run-baseline was disturbed" in doubted["missing"][-1]
+
+
+def test_devices_are_those_that_workers_allocated_on(tmp_path: Path) -> None:
+    """The default is --device auto, which says nothing; two of four workers share a device, and one is on the CPU."""
+    told = {0: "cuda:0", 1: "cuda:1", 2: "cuda:1"}
+    by_worker = {f"worker_{k}": {"device": d, "device_peak_bytes": (k + 1) << 20} for k, d in told.items()}
+    path = write_run(tmp_path / "run", **by_worker)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"device": "auto"}))
+    found = reported(path)
+    assert found["gpu_seconds"] == pytest.approx(2 * found["seconds"], abs=0.1)
+    assert found["device_peak_bytes"] == 3 << 20
+    assert "peak memory of a device" in page(record.read(path), found)
+    there = reported(write_run(tmp_path / "cpu"))
+    assert (there["gpu_seconds"], there["device_peak_bytes"]) == (None, None)
+
+
+def test_bytes_and_waiting_are_summed_by_host_and_by_the_link_to_servers(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", **{f"worker_{rank}": {"host": rank // 3} for rank in range(4)})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"strategy": "ps"}))
+    found = reported(path)
+    assert found["hosts"].keys() == {"host 0", "host 1"}
+    first, second = found["hosts"].values()
+    assert (first["processes"], first["sent_bytes"], first["waited_s"]) == (3, 30_000, pytest.approx(3))
+    assert (second["processes"], second["sent_bytes"]) == (1, 10_000)
+    assert found["links"] == {"workers to servers": 40_000, "servers to workers": 40_000}
+    text = page(record.read(path), found)
+    assert "host 0, 3 processes" in text
+    assert "Bytes by link: workers to servers 40 KB" in text
+    there = reported(write_run(tmp_path / "here"))
+    assert (there["hosts"], there["links"]) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -191,6 +226,40 @@ def test_an_evaluation_after_the_fit_does_not_change_the_progress_of_the_fit(tmp
     file.write_text("\n".join([*lines, json.dumps(evaluated)]) + "\n")
     now = live.look(path)
     assert (now.step, now.num_steps, now.epoch, now.num_epochs) == (100, 100, 3, 3)
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "predict"])
+def test_progress_of_the_fit_is_shown_during_a_long_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """The last line of the fit is older than the window over which a living run is looked at."""
+    monkeypatch.setattr(record.runs, "state", lambda path, summary: record.runs.RunState.ALIVE)
+    fit = {"phase": "fit", "epoch": 2, "num_epochs": 3, "num_steps": 120, "loss": 0.5, "eta_s": 9.0}
+    path = write_run(tmp_path / "run", workers=1, worker_0=fit)
+    file = path / "activity" / "worker-0.jsonl"
+    aside = {"phase": phase, "epoch": 0, "num_epochs": None, "num_steps": 7, "loss": None, "eta_s": None}
+    later = [activity(BEGAN + 11 + k, "worker-0", **aside, step=100) for k in range(60)]
+    file.write_text(file.read_text() + "".join(json.dumps(line) + "\n" for line in later))
+    now = live.look(path, now=BEGAN + 71)
+    assert (now.epoch, now.num_epochs, now.num_steps, now.eta_s) == (2, 3, 120, 9.0)
+
+
+def test_a_run_that_knows_neither_step_nor_total_is_not_taken_for_done(tmp_path: Path) -> None:
+    told = {"epoch": 1, "num_epochs": 5, "num_steps": None, "step": None}
+    path = write_run(tmp_path / "run", workers=1, worker_0=told)
+    (path / "metrics.jsonl").unlink()
+    assert live.look(path).epoch == 1
+
+
+def test_a_remark_on_a_narrow_terminal_costs_no_figures(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", worker_1={"incarnation": 12, "seconds": {"compute": 3.0}})
+    shown = io.StringIO()
+    Console(width=80, file=shown).print(draw(live.look(path), has_colours=False, width=80))
+    text = shown.getvalue()
+    assert "samples/s" in text
+    assert "memory" in text
+    assert "incarnation" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_waiting_and_transfer_are_told_apart_by_the_last_to_come(

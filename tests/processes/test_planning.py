@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from shoal.cli.bench import command
 from shoal.errors import ConfigError
 from shoal.observe.planner.measuring import ScriptRuns, calibrate
 
@@ -117,3 +118,36 @@ def test_a_script_that_cannot_be_run_twice_is_named_as_such(
     )
     with pytest.raises(ConfigError, match=r"(?s)cannot be run twice.*none was made.*FileExistsError"):
         calibrate(runs, 2)
+
+
+def test_links_are_measured_where_fsdp_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "CODEC_ROUNDS", 3)
+    monkeypatch.setattr(command, "SHARD_ROUNDS", "none")  # its workers fail: no number
+    times = command.measure_links(0.1, 2)
+    assert min(times.exchanges[max(times.exchanges)].values()) > 0
+    assert "int8" in times.compressors
+    assert times.shards == []
+
+
+def test_auto_measures_once_runs_what_it_chose_and_keeps_the_choice(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("shoal.cli.plan.AUTO_SECONDS", 0.5)
+    (tmp_path / "width").write_text("16")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    first = invoke("run", "-n", "2", "--strategy", "auto", "--name", "first", "train.py", "20")
+    assert first.exit_code == 0, first.output
+    folder = tmp_path / "runs" / "train-plan"
+    kept = json.loads((folder / "auto.json").read_text())
+    [said] = [line for line in first.stderr.splitlines() if line.startswith("auto: ")]
+    assert said == f"auto: {kept['said']}"
+    config = json.loads((tmp_path / "runs" / "first" / "config.json").read_text())
+    assert (config["workers"], config["strategy"]) == (2, kept["options"]["strategy"])
+
+    measured = {path: path.stat().st_mtime_ns for path in folder.rglob("config.json")}
+    assert len(measured) == 2  # one worker and two
+    second = invoke("run", "-n", "2", "--strategy", "auto", "--name", "second", "train.py", "20")
+    assert second.exit_code == 0, second.output
+    assert f"{said} (as measured before, " in second.stderr
+    assert measured == {path: path.stat().st_mtime_ns for path in folder.rglob("config.json")}

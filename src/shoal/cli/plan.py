@@ -390,7 +390,10 @@ class _Planner:
                 f"{self.runs.seconds:g} s each; the runs are in {self.runs.folder}"
             )
         if num > 1 and link_seconds:
-            self.cluster = measuring.with_links(self.cluster, measure_links(link_seconds, num), num)
+            times = measure_links(link_seconds, num)
+            if not times.shards:
+                self.runs.say("note: fsdp could not be measured on this machine; its cost is that of sums")
+            self.cluster = measuring.with_links(self.cluster, times, num)
         self.cluster = replace(self.cluster, copy_bytes_per_s=measuring.copy_bytes_per_s())
         self.calibrated = measuring.calibrate(self.runs, num, with_parts=bool(link_seconds))
         self.workload = measuring.workload_of(self.calibrated, self.cluster)

@@ -228,6 +228,10 @@ def console() -> Console:
     return terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
 
 
+REMARK_WIDTH = 12
+"""Room that remarks are given before columns are left out for them."""
+
+
 def fitted_table(columns: dict[str, list[Any]], width: int, *, expendable: tuple[str, ...]) -> Table:
     """Cells by column, numbers to the right. A narrow terminal gets fewer columns, and those whole; the first is wrapped, never cut."""
     from rich import box
@@ -235,6 +239,8 @@ def fitted_table(columns: dict[str, list[Any]], width: int, *, expendable: tuple
 
     kept = dict(columns)
     widths = {name: max(len(name), *map(len, cells)) + 3 for name, cells in columns.items()}
+    if "" in widths:  # remarks: wrapped as well, or one of them would cost every row its figures
+        widths[""] = min(widths[""], REMARK_WIDTH + 3)
     for name in expendable:
         if sum(widths[each] for each in kept) > width:
             del kept[name]

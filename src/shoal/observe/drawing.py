@@ -23,11 +23,11 @@ _STYLE = """
 .box{fill:#ffffff;stroke:#cbd5e1;stroke-width:1.2}.source{fill:#eff6ff;stroke:#60a5fa}.served{fill:#fdf4ff;stroke:#c084fc}
 .cut{fill:#fffbeb;stroke:#f59e0b}.joint{fill:#f1f5f9}.name{font-weight:600;fill:#0f172a}.about{fill:#475569}.where{fill:#0369a1}.sent{fill:#c2410c}
 .edge{fill:none;stroke:#94a3b8;stroke-width:1.4}.crossing{stroke:#ea580c;stroke-width:2.4;stroke-dasharray:6 3}
-.bytes{fill:#64748b;font-size:10.5px}.back{fill:#f8fafc}.head{fill:#94a3b8}
+.bytes{fill:#64748b;font-size:10.5px}.back{fill:#f8fafc}.over{paint-order:stroke;stroke:#f8fafc;stroke-width:4px}.head{fill:#94a3b8}
 text{font:12px ui-sans-serif,system-ui,'DejaVu Sans',sans-serif}
 @media (prefers-color-scheme:dark){.box{fill:#1e293b;stroke:#475569}.source{fill:#172554;stroke:#3b82f6}
 .served{fill:#3b0764;stroke:#a855f7}.cut{fill:#422006;stroke:#d97706}.joint{fill:#172033}.name{fill:#f1f5f9}.about{fill:#cbd5e1}
-.where{fill:#7dd3fc}.sent{fill:#fdba74}.edge{stroke:#64748b}.crossing{stroke:#fb923c}.bytes{fill:#94a3b8}.back{fill:#0f172a}
+.where{fill:#7dd3fc}.sent{fill:#fdba74}.edge{stroke:#64748b}.crossing{stroke:#fb923c}.bytes{fill:#94a3b8}.back{fill:#0f172a}.over{stroke:#0f172a}
 .head{fill:#64748b}}
 """
 
@@ -231,7 +231,7 @@ def _edge(edge: dict[str, Any]) -> str:
 
 def _label(edge: dict[str, Any]) -> str:
     middle = (edge["y0"] + edge["y1"]) / 2 + 4
-    return _text(edge["x2"], middle, "sent" if edge["sent"] else "bytes", _said(edge))
+    return _text(edge["x2"], middle, "sent over" if edge["sent"] else "bytes over", _said(edge))
 
 
 def _said(edge: dict[str, Any]) -> str:

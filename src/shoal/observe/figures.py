@@ -101,6 +101,8 @@ def figures(
         "stragglers": stragglers(workers),
         "exchange": _waiting(traces),
         "nodes": {name: _node(each, bandwidth) for name, each in everybody.items()},
+        "hosts": _hosts(record),
+        "links": _links(record, workers),
         "bandwidth": bandwidth._asdict() if bandwidth is not None else None,
         "imbalance": _imbalances(workers, servers),
         "servers_load": {name: _server(record.servers[name], each) for name, each in servers.items()},
@@ -111,6 +113,7 @@ def figures(
         "core_seconds": sum(each.cpu_s for each in everybody.values()) or None,
         "gpu_seconds": _gpu_seconds(record, seconds),
         "peak_bytes": max((each.peak_bytes for each in everybody.values()), default=0) or None,
+        "device_peak_bytes": _device_peak_bytes(record),
         "money": _money(record, seconds, price),
         "missing": list(record.missing),
     }
@@ -301,6 +304,34 @@ def _node(each: Totals, bandwidth: MeasuredBandwidth | None) -> dict[str, Any]:
     }
 
 
+def _hosts(record: RunRecord) -> dict[str, dict[str, Any]]:
+    """Sums over the processes of each host, by where they were at the time; empty for a run on one machine."""
+    found: dict[str, dict[str, Any]] = {}
+    for lines in record.activity.values():
+        for host in sorted({line["host"] for line in lines if isinstance(line.get("host"), int)}):
+            each = records.totals([line for line in lines if line.get("host") == host])
+            sums = found.setdefault(f"host {host}", {"processes": 0})
+            for name, value in _node(each, None).items():
+                if name in ("sent_bytes", "received_bytes", "bytes_per_s", "waited_s", "cpu_s"):
+                    sums[name] = round(sums.get(name, 0) + value, 3)
+            sums["processes"] += 1
+    return dict(sorted(found.items(), key=lambda item: int(item[0].split()[1])))
+
+
+def _links(record: RunRecord, workers: Mapping[str, Totals]) -> dict[str, int]:
+    """Bytes between workers and servers, where workers send to nobody else. Between two hosts none are counted."""
+    try:
+        strategy = strategies.parse(str(record.config.get("strategy")))
+    except ConfigError:
+        return {}
+    if not strategy.has_servers or strategy.mode == "hybrid":
+        return {}
+    return {
+        "workers to servers": sum(each.sent_bytes for each in workers.values()),
+        "servers to workers": sum(each.received_bytes for each in workers.values()),
+    }
+
+
 def _imbalances(workers: Mapping[str, Totals], servers: Mapping[str, Totals]) -> dict[str, float]:
     """Largest over mean: 1 is even."""
     measured = {
@@ -387,10 +418,22 @@ def _faults(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _gpu_seconds(record: RunRecord, seconds: float | None) -> float | None:
-    device = str(record.config.get("device") or "")
-    if seconds is None or not device.startswith(("cuda", "gpu", "xpu")):
-        return None
-    return round(seconds * int(record.config.get("workers") or 1), 1)
+    """Seconds of the run for each accelerator that its workers allocated on; by --device for runs that tell of none."""
+    used = {
+        (line.get("host"), line["device"])
+        for lines in record.workers.values()
+        for line in lines
+        if line.get("device")
+    }
+    number = len(used)
+    if not used and str(record.config.get("device") or "").startswith(("cuda", "gpu", "xpu")):
+        number = int(record.config.get("workers") or 1)
+    return round(seconds * number, 1) if seconds is not None and number else None
+
+
+def _device_peak_bytes(record: RunRecord) -> int | None:
+    peaks = [line.get("device_peak_bytes") for lines in record.workers.values() for line in lines]
+    return max((each for each in peaks if isinstance(each, int)), default=None)
 
 
 def _money(record: RunRecord, seconds: float | None, price: float | None) -> dict[str, float] | None:

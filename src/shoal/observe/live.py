@@ -18,6 +18,9 @@ WINDOW_S = 10.0
 """Of a running job: over how long shares and rates are taken."""
 
 TAIL_BYTES = 16 * 1024
+WHOLE_BYTES = 4 << 20
+"""More than a file of activity holds, which is halved when it is long."""
+
 SILENT_AFTER_S = 5.0
 """A process of a running job that has told nothing for so long is marked."""
 
@@ -66,13 +69,18 @@ def look(path: Path, now: float | None = None) -> RunNow:
     found = RunNow(run.name, run.state, run.step, loss=run.loss, samples_per_s=run.samples_per_s)
     if is_alive:
         files = sorted((path / "activity").glob("*.jsonl"), key=lambda each: record.by_number(each.stem))
-        lines = {file.stem: _recent(runs.last_lines(file, tail_bytes=TAIL_BYTES), now) for file in files}
+        tails = {file.stem: _timed(runs.last_lines(file, tail_bytes=TAIL_BYTES)) for file in files}
+        lines = {name: _recent(tail, now) for name, tail in tails.items()}
+        # An evaluation may be longer than a tail: then the fit's last report is further up.
+        if files and not any(map(_newest_of_fit, tails.values())):
+            tails[files[0].stem] = _timed(runs.last_lines(files[0], tail_bytes=WHOLE_BYTES))
     else:
         whole = record.read_activity(path)
         lines = {
             name: record.while_training(each) if name.startswith("worker-") else each
             for name, each in whole.items()
         }
+        tails = lines
     for name, each in lines.items():
         if each:
             process = ProcessNow(
@@ -91,7 +99,7 @@ def look(path: Path, now: float | None = None) -> RunNow:
         process.times_slower = slow.get(process.name)
     if is_alive and workers:
         found.samples_per_s = sum(w.samples / w.interval_s for w in workers.values() if w.interval_s) or None
-    _progress(found, lines)
+    _progress(found, tails)
     if not found.processes:
         found.missing.append(
             "no process has told its activity: the run has just begun, or is of a version that recorded none"
@@ -100,25 +108,28 @@ def look(path: Path, now: float | None = None) -> RunNow:
 
 
 def _recent(lines: list[dict[str, Any]], now: float) -> list[dict[str, Any]]:
-    timed = [line for line in lines if isinstance(line.get("at"), (int, float))]
-    return [line for line in timed if line["at"] > now - WINDOW_S] or timed[-1:]
+    return [line for line in lines if line["at"] > now - WINDOW_S] or lines[-1:]
+
+
+def _timed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if isinstance(line.get("at"), (int, float))]
+
+
+def _newest_of_fit(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
+    told = (line for line in reversed(lines) if line.get("num_steps") or line.get("epoch"))
+    return next(filter(record.is_of_fit, told), None)
 
 
 def _progress(found: RunNow, lines: dict[str, list[dict[str, Any]]]) -> None:
     """Progress as the first worker that knows it reported; a custom loop knows less."""
     for process in found.processes:
-        # Steps of evaluate and predict are counted apart: 108 steps of a fit before 1 of an evaluation are not 108/1.
-        trained = [line for line in lines[process.name] if line.get("phase") not in ("evaluate", "predict")]
-        newest = next(
-            (line for line in reversed(trained) if line.get("num_steps") or line.get("epoch")), None
-        )
-        if newest is not None:
+        if newest := _newest_of_fit(lines[process.name]):
             found.num_steps, found.num_epochs = newest.get("num_steps"), newest.get("num_epochs")
             found.epoch = newest.get("epoch")
             if newest.get("loss") is not None and (newest.get("step") or 0) >= (found.step or 0):
                 found.loss = newest["loss"]
             found.step = max(found.step or 0, process.step or 0) or None
-            if found.step == found.num_steps:
+            if found.num_steps is not None and found.step == found.num_steps:
                 found.epoch = found.num_epochs
             if found.state is runs.RunState.ALIVE and isinstance(newest.get("eta_s"), (int, float)):
                 found.eta_s = newest["eta_s"]

@@ -125,6 +125,8 @@ def _cards(figures: Mapping[str, Any]) -> str:
     ]
     if figures["gpu_seconds"]:
         cards.append(("GPU-seconds", _number(figures["gpu_seconds"])))
+    if figures["device_peak_bytes"]:
+        cards.append(("peak memory of a device", in_bytes(figures["device_peak_bytes"])))
     if scaling:
         cards.insert(0, (f"efficiency of {figures['workers']} workers", f"{scaling['efficiency']:.0%}"))
         cards.insert(0, ("speedup over one worker", f"{scaling['speedup']:.2f} ×"))
@@ -447,8 +449,23 @@ def _nodes(figures: Mapping[str, Any]) -> str:
         ]
         for name, each in list(figures["nodes"].items())[:128]
     ]
+    rows += [
+        [
+            f"{name}, {each['processes']} processes",
+            in_bytes(each["sent_bytes"]),
+            in_bytes(each["received_bytes"]),
+            f"{in_bytes(each['bytes_per_s'])}/s" if each["bytes_per_s"] else "–",
+            "–",
+            _seconds(each["waited_s"]),
+            _seconds(each["cpu_s"]),
+            "–",
+        ]
+        for name, each in list(figures["hosts"].items())[:128]
+    ]
     said = "; ".join(f"{name} {value:.2f}" for name, value in figures["imbalance"].items())
     note = f"<p class=dim>Imbalance, largest over mean: {_safe(said)}.</p>" if said else ""
+    links = ", ".join(f"{name} {in_bytes(moved)}" for name, moved in figures["links"].items())
+    note += f"<p class=dim>Bytes by link: {_safe(links)}.</p>" if links else ""
     link = figures["bandwidth"]
     if link is not None:
         note += f"<p class=dim>Of the link: {_safe(in_bytes(link['bytes_per_s']))}/s, {_safe(link['measured_by'])}.</p>"

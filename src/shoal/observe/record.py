@@ -230,6 +230,11 @@ def _numbers(value: Any) -> Iterator[tuple[str, float]]:
         yield from ((str(key), each) for key, each in value.items() if isinstance(each, (int, float)))
 
 
+def is_of_fit(line: Mapping[str, Any]) -> bool:
+    """Steps of evaluate and predict are counted apart: 108 steps of a fit before 1 of an evaluation are not 108/1."""
+    return line.get("phase") not in ("evaluate", "predict")
+
+
 def while_training(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without the seconds before the first step and after the last: of each launch, where it was resumed."""
     launches: list[list[dict[str, Any]]] = []

@@ -21,6 +21,10 @@ def read(run: Path, process: str) -> list[dict[str, Any]]:
     return [json.loads(each) for each in (run / "activity" / f"{process}.jsonl").read_text().splitlines()]
 
 
+def test_the_peak_of_a_device_is_the_larger_of_two() -> None:
+    assert merged(line(1, device_peak_bytes=9), line(2, device_peak_bytes=5))["device_peak_bytes"] == 9
+
+
 def test_merged_lines_sum_what_was_done_and_keep_what_is() -> None:
     first = line(
         1, seconds={"compute": 0.5}, rss_bytes=9, requests=3, queue_s=0.1, staleness={"0": 1}, slots=4

@@ -33,7 +33,7 @@ NUM_DELAYS = 64
 
 _SUMMED = ("interval_s", "steps", "samples", "cpu_s", "requests", "dropped")
 _COUNTED = ("seconds", "bytes", "staleness", "cache")
-_LARGEST = ("rss_bytes", "peak_bytes")
+_LARGEST = ("rss_bytes", "peak_bytes", "device_peak_bytes")
 
 
 class ActivityFiles:

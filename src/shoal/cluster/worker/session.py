@@ -343,12 +343,23 @@ def shared(num_bytes: int) -> None:
 
 
 def progress_facts() -> dict[str, Any]:
-    """Position of the script as last reported; and row cache lookups since the last call."""
+    """Position of the script as last reported, its device, and row cache lookups since the last call."""
+    facts = {**_session.progress, **_device_facts()}
     if not _session.row_cache:
-        return _session.progress
+        return facts
     counted = Counter(_session.row_cache)
     since, _session.row_cache_told = counted - _session.row_cache_told, counted
-    return {**_session.progress, "cache": dict(since)}
+    return {**facts, "cache": dict(since)}
+
+
+def _device_facts() -> dict[str, Any]:
+    """The accelerator on which this process allocated most, whoever chose it; nothing is imported or initialized for it."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return {}
+    peaks = {f"cuda:{number}": cuda.max_memory_allocated(number) for number in range(cuda.device_count())}
+    device = max(peaks, key=lambda name: peaks[name])
+    return {"device": device, "device_peak_bytes": peaks[device]} if peaks[device] else {}
 
 
 def activity(line: str) -> bool:

@@ -66,6 +66,9 @@ class RunFeed:
         self.config: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self.graph: dict[str, Any] = {}
+        self.plan: dict[str, Any] = {}
+        """Of `shoal run --plan`; empty for other runs."""
+
         self.state = runs.RunState.DEAD
         self.steps = Buckets()
         self.last: dict[str, Any] = {}
@@ -133,7 +136,7 @@ class RunFeed:
 
     def _poll_objects(self) -> bool:
         changed = False
-        for key in ("config", "summary", "graph"):
+        for key in ("config", "summary", "graph", "plan"):
             path = self.path / f"{key}.json"
             try:
                 at = path.lstat()

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
+from shoal.config import strategy as strategies
+from shoal.errors import ConfigError
 from shoal.observe import figures, record, runs
 from shoal.observe.dashboard.feed import RunFeed
 from shoal.observe.planner.cost_model import PAYS_FROM
@@ -26,6 +28,8 @@ LANES_S = 120.0
 """Length of the lanes of workers."""
 
 MAX_SHOWN_EVENTS = 500
+MAX_ESTIMATED = 1024
+"""Workers up to which the estimate of the overview looks."""
 
 GROUPS = {
     "data": ("read",),
@@ -130,7 +134,7 @@ def _newest_report(feed: RunFeed) -> Values:
     lines = (
         line for name in sorted(feed.activity, key=record.by_number) for line in reversed(feed.activity[name])
     )
-    return next((line for line in lines if line.get("num_steps")), {})
+    return next((line for line in lines if line.get("num_steps") and record.is_of_fit(line)), {})
 
 
 def _recent(rate: Mapping[str, list[float]], name: str) -> float | None:
@@ -229,15 +233,50 @@ def _bottleneck(feed: RunFeed) -> Values:
 
 
 def _another_worker(feed: RunFeed) -> Values:
-    """Estimate of one worker more from the share of computing, if the rest of a step stays as long; `shoal plan` measures it."""
-    shares = _shares(feed)
-    total, workers = sum(shares.values()), _count(feed.config.get("workers"))
-    if not workers or not shares.get("compute"):
-        return {"answer": "no activity recorded", "level": "unknown"}
-    busy = shares["compute"] / total
-    gained = workers * busy * (1 / (1 - busy / (workers + 1)) - 1)
-    said = f"{'yes' if gained >= PAYS_FROM else 'hardly'}: about {gained:.0%} of what one adds alone; shoal plan measures it"
-    return {"answer": said, "level": "good" if gained >= PAYS_FROM else "fair"}
+    """By the time that a worker more makes shorter, where the rest of a step is as long as now: the estimate that `shoal plan` measures."""
+    found = _estimate(feed)
+    if isinstance(found, str):
+        said, level = found, "unknown"
+    else:
+        gained, limit = found
+        pays = gained >= PAYS_FROM
+        ends = f"stops paying at {limit}" if limit < MAX_ESTIMATED else f"pays up to {limit:,} workers"
+        said = f"{'yes' if pays else 'hardly'}: about {gained:.0%} of what one adds alone; by the same estimate the next one {ends}"
+        level = "good" if pays else "fair"
+    planned = feed.plan.get("stops_paying")
+    return {
+        "answer": f"{said}. Its plan: {planned}" if planned else f"{said}; shoal plan measures it",
+        "level": level,
+    }
+
+
+def _estimate(feed: RunFeed) -> tuple[float, int] | str:
+    """What the next worker adds, in that which one trains alone, and at how many it adds less than PAYS_FROM; or why it is not known."""
+    spent, workers = _spent(feed), _count(feed.config.get("workers"))
+    if not any(spent.values()):
+        return "no activity recorded"
+    try:
+        strategy = strategies.parse(str(feed.config.get("strategy")))
+    except ConfigError:
+        return "not known: config.json names no strategy"
+    if not workers:
+        return "not known: config.json names no number of workers"
+    if feed.config.get("sync_every") is not None or not strategy.is_exact:
+        which = "--sync-every" if strategy.is_exact else feed.config.get("strategy")
+        return f"not known: under {which} a worker steps without the others, and its time tells nothing of one more"
+    if not spent["compute"]:
+        return "not known: no computing was recorded"
+    # The optimizer is whole in every worker, unless the strategy cuts the parameters.
+    divided = ("compute", "apply") if strategy.base == "mesh" else ("compute",)
+    batch_s = workers * sum(spent[kind] for kind in divided)
+    rest_s = sum(seconds for kind, seconds in spent.items() if kind not in divided)
+    alone_s = batch_s + (spent["apply"] if "apply" not in divided else 0.0)
+
+    def gained(number: int) -> float:
+        return alone_s * (1 / (batch_s / (number + 1) + rest_s) - 1 / (batch_s / number + rest_s))
+
+    limit = next((number for number in range(1, MAX_ESTIMATED) if gained(number) < PAYS_FROM), MAX_ESTIMATED)
+    return gained(workers), limit
 
 
 def _died(feed: RunFeed) -> Values:
@@ -349,10 +388,6 @@ def servers(feed: RunFeed) -> Values:
         did = record.totals(recent)
         for line in lines:
             staleness.update(_counts(line.get("staleness")))
-        cache = Counter[str]()
-        for line in recent:
-            cache.update(_counts(line.get("cache")))
-        looked_up = cache["hits"] + cache["misses"]
         process = held.get(name, {})
         queued = [line["queue_s"] for line in recent if _is_number(line.get("queue_s"))]
         found.append(
@@ -370,7 +405,6 @@ def servers(feed: RunFeed) -> Values:
                 "received_per_s": did.received_bytes / seconds if seconds else None,
                 "sent_per_s": did.sent_bytes / seconds if seconds else None,
                 "rows": {str(k): v for k, v in _counts(newest.get("rows")).items()},
-                "cache_hit_rate": cache["hits"] / looked_up if looked_up else None,
                 "rss_bytes": newest.get("rss_bytes"),
             }
         )
@@ -630,28 +664,44 @@ PAGES: dict[str, Callable[[RunFeed], Values]] = {
 
 def _shares(feed: RunFeed) -> dict[str, float]:
     """Seconds of all workers by group, and those in none."""
-    total: Counter[str] = Counter()
+    return _by_group(_spent(feed))
+
+
+def _spent(feed: RunFeed) -> dict[str, float]:
+    """Seconds of all workers lately by kind, and those in none."""
+    found = dict.fromkeys((*_GROUP_OF, OUTSIDE), 0.0)
     for name in feed.activity:
         if name.startswith("worker-"):
             lines = list(feed.activity[name])
             lines = [line for line in lines if line["at"] > lines[-1]["at"] - RECENT_S]
             if feed.state is not runs.RunState.ALIVE:
                 lines = record.while_training(lines)
-            grouped = _grouped(lines)
-            grouped[OUTSIDE] = max(0.0, sum(map(record.interval_s, lines)) - sum(grouped.values()))
-            total.update(grouped)
-    return dict(total)
+            kinds = _kinds(lines)
+            found[OUTSIDE] += max(0.0, sum(map(record.interval_s, lines)) - sum(kinds.values()))
+            for kind, seconds in kinds.items():
+                found[kind] += seconds
+    return found
+
+
+def _kinds(lines: list[Values]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in lines:
+        for kind, seconds in _counts(line.get("seconds")).items():
+            if kind in _GROUP_OF:
+                found[kind] = found.get(kind, 0.0) + seconds
+    return found
+
+
+def _by_group(kinds: Mapping[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for kind, seconds in kinds.items():
+        group = _GROUP_OF.get(kind, kind)
+        found[group] = found.get(group, 0.0) + seconds
+    return found
 
 
 def _grouped(lines: list[Values]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for line in lines:
-        spent = line.get("seconds")
-        for kind, seconds in spent.items() if isinstance(spent, dict) else ():
-            group = _GROUP_OF.get(kind)
-            if group is not None and _is_number(seconds):
-                found[group] = found.get(group, 0.0) + seconds
-    return found
+    return _by_group(_kinds(lines))
 
 
 def _fractions(shares: dict[str, float], seconds: float) -> dict[str, float]:

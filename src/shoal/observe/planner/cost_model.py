@@ -46,6 +46,9 @@ ASYNC_WAITS = 0.5
 NEAR_FULL = 0.5
 """Of the memory that there is: from here on shapes are too coarse, and a step is run dry."""
 
+FIRST_BUCKET_BYTES, BUCKET_BYTES, BETWEEN_HOSTS_BYTES = 1 << 20, 25 << 20, 4 << 20
+"""As ddp cuts its gradients (`collectives/gradients.py`); a compressor is called once for each bucket."""
+
 UNIT_BYTES = 1 << 20
 """Parameters from which on fsdp gathers a layer on its own, as `shoal.parallel.fsdp` does."""
 
@@ -444,6 +447,15 @@ def gradient_sum_s(
     )
 
 
+def rows_sum_s(name: str, num_bytes: float, num_workers: int, cluster: ClusterShape, *, hosts: int) -> float:
+    """Rows of so many bytes go from every worker to all others, over the links of the exchange that sums the dense gradients."""
+    if name == "auto":
+        name = auto_exchange(num_workers, hosts)
+    link = cluster.exchanges.get("shm" if name == "hierarchical" else name, UNMEASURED)
+    via = replace(cluster, exchanges={"allgather": link})
+    return all_reduce_s("allgather", num_bytes, num_workers, via, hosts=hosts)
+
+
 def auto_exchange(num_workers: int, hosts: int) -> str:
     return exchange_rule.built_in(
         num_workers=num_workers, num_hosts=hosts, processor=exchange_rule.ORDERED[0]
@@ -528,9 +540,9 @@ def _terms(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> 
         _exposed(_gradients_s(c, w, cluster, hosts), _overlap(c, w, hosts), hidden_s)
         + _exposed(_gathers_s(axes, w, cluster, hosts), GATHERS_HIDE * w.overlap, hidden_s)
         + _activations_s(axes, w, cluster, num_micro, share)
-        + _rows_s(w, axes, cluster)
+        + _rows_s(c, w, cluster, hosts)
         + w.waiting_s
-        + _codec_s(c, w, cluster)
+        + _codec_s(c, w, cluster, hosts)
     )
     return terms
 
@@ -544,9 +556,13 @@ def _overlap(c: PlanCandidate, w: Workload, hosts: int) -> float:
     return w.overlap if is_measured or hosts > 1 else 0.0
 
 
-def _codec_s(c: PlanCandidate, w: Workload, cluster: ClusterShape) -> float:
+def _codec_s(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> float:
     found = cluster.codecs.get(c.compress.partition(":")[0])
-    return found.latency_s + w.gradient_bytes / found.bytes_per_s if found is not None else 0.0
+    if found is None:
+        return 0.0
+    bucket_bytes = BETWEEN_HOSTS_BYTES if hosts > 1 else BUCKET_BYTES
+    num_buckets = 1 + math.ceil(max(0, w.gradient_bytes - FIRST_BUCKET_BYTES) / bucket_bytes)
+    return num_buckets * found.latency_s + w.gradient_bytes / found.bytes_per_s
 
 
 def _slowdown(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> float:
@@ -629,13 +645,11 @@ def _activations_s(axes: Axes, w: Workload, cluster: ClusterShape, num_micro: in
     return found
 
 
-def _rows_s(w: Workload, axes: Axes, cluster: ClusterShape) -> float:
-    """Rows of sparse gradients go from every worker to all others."""
-    return (
-        all_reduce_s("allgather", w.row_bytes / axes.num_data_ranks, axes.num_data_ranks, cluster)
-        if w.row_bytes
-        else 0.0
-    )
+def _rows_s(c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int) -> float:
+    """Rows of sparse gradients, which no compressor makes smaller."""
+    ranks = c.axes.num_data_ranks
+    exchange = c.exchange if c.family == "ddp" else "native"
+    return rows_sum_s(exchange, w.row_bytes / ranks, ranks, cluster, hosts=min(hosts, ranks))
 
 
 def _add_server_terms(
@@ -662,6 +676,7 @@ def _add_server_terms(
         terms["communication"] = (
             _exposed(dense_s, w.overlap, BACKWARD_SHARE * terms["compute"]) + copies_s + link_s + w.waiting_s
         )
+        # Rows are pushed asynchronously: each push is one pass over its bytes and is added to no sum, half of what an exact one takes.
         served_s = (c.workers * copies_s / 2 + w.apply_s * slow * replicas * row_share) / c.servers
         terms["apply"] *= 1 - row_share
         terms["server"] = max(0.0, served_s - terms["compute"])

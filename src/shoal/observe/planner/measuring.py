@@ -25,6 +25,7 @@ from shoal.observe.planner.cost_model import (
     ROW_LAYERS,
     SHARDS,
     TERMS,
+    UNMEASURED,
     ClusterShape,
     DryRun,
     LinkSpeed,
@@ -32,11 +33,11 @@ from shoal.observe.planner.cost_model import (
     PlanCandidate,
     TensorCost,
     Workload,
-    all_reduce_s,
     asks_for_dry_run,
     compressed,
     fitted,
     gradient_sum_s,
+    rows_sum_s,
     sift,
 )
 from shoal.observe.trials import Trial
@@ -275,9 +276,8 @@ def workload_of(calibration: Calibration, cluster: ClusterShape) -> Workload:
         # slices of this size.
         fixed_s = min(max((n * slice_s - whole_s) / (n - 1), 0.0), MAX_FIXED * whole_s)
     dense, rows = _told_apart(several.sent_bytes, layers, parameter_bytes)
-    sum_s = gradient_sum_s("auto", dense, n, cluster, hosts=1) + all_reduce_s(
-        "allgather", rows, n, cluster, hosts=1
-    )
+    sum_s = gradient_sum_s("auto", dense, n, cluster, hosts=1)
+    sum_s += rows_sum_s("auto", rows, n, cluster, hosts=1)
     exposed_s = several.terms["communication"]
     gain = 1.0
     if narrow.threads < alone.threads and whole_s > 0 < alone.terms["compute"]:
@@ -373,15 +373,18 @@ class LinkTimes(NamedTuple):
     """By compressor and bytes; "none" is the sum alone."""
 
     shards: Sequence[Mapping[str, float]]
-    """Of models under fsdp and without, by bytes and number of parameters."""
+    """Of models under fsdp and without, by bytes and number of parameters; empty where fsdp does not run."""
 
 
 def with_links(cluster: ClusterShape, times: LinkTimes, num_workers: int) -> ClusterShape:
     """A cluster whose links within a host are as they were measured here."""
-    unit, costs = shards_of(times.shards, num_workers)
+    links = links_of(times.exchanges, num_workers)
+    unit, costs = links.get("native", UNMEASURED), TensorCost()  # a gather moves what 1.5 sums do
+    if times.shards:
+        unit, costs = shards_of(times.shards, num_workers)
     return replace(
         cluster,
-        exchanges=links_of(times.exchanges, num_workers) | {SHARDS: unit},
+        exchanges=links | {SHARDS: unit},
         codecs=codecs_of(times.compressors, num_workers),
         tensors=costs,
     )

@@ -4,10 +4,13 @@ import { clear, colour } from "./dom.js";
 const PALETTE = ["#0ea5e9", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#14b8a6", "#ec4899", "#84cc16", "#6366f1", "#f97316"];
 const drawn = new Map(); // key -> its div: kept over updates, so that a zoom stays
 
-// Plotly's script is large: a run is fetched and its figures are shown while it loads.
-const script = document.getElementById("plotly");
-script?.addEventListener("load", () => { for (const div of drawn.values()) if (div.isConnected) div.redraw(); });
-script?.addEventListener("error", () => { for (const div of drawn.values()) div.textContent = "No chart: Plotly's script could not be loaded."; });
+// Plotly's script is large: a run is fetched and its figures are shown while it loads. By the window's load it has come, or never will; its
+// own error event is mostly over before this module runs.
+let isMissing = false;
+addEventListener("load", () => {
+  isMissing = !window.Plotly;
+  for (const div of drawn.values()) if (div.isConnected) div.redraw();
+});
 
 export function seriesColour(index) { return PALETTE[index % PALETTE.length]; }
 export function forgetCharts() { for (const div of drawn.values()) window.Plotly?.purge(div); drawn.clear(); }
@@ -30,7 +33,7 @@ export function chart(key, traces, { x = "", y = "", log = false, small = false,
     showlegend: traces.filter((trace) => trace.showlegend !== false).length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11.5 } },
     uirevision: key, barmode: "group", shapes, bargap: 0.25,
   };
-  div.redraw = () => window.Plotly?.react(div, traces.map(plain), layout, { displayModeBar: false, responsive: true, locale: "en" });
+  div.redraw = () => isMissing ? (div.textContent = "No chart: Plotly's script could not be loaded.") : window.Plotly?.react(div, traces.map(plain), layout, { displayModeBar: false, responsive: true, locale: "en" });
   // A chart is measured when it is drawn: it has to be in the page then.
   if (isNew || !div.isConnected) requestAnimationFrame(() => { if (div.isConnected) div.redraw(); }); else div.redraw();
   return div;

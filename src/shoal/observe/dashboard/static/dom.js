@@ -33,7 +33,7 @@ export function count(value) { return typeof value === "number" ? value.toLocale
 export function percent(value) { return typeof value === "number" ? `${(value * 100).toFixed(value < 0.0995 && value > 0 ? 1 : 0)} %` : "–"; }
 export function bytes(value, per = "") {
   if (typeof value !== "number") return "–";
-  for (const [limit, unit] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) if (value >= limit) return `${value / limit >= 1000 ? (value / limit).toFixed(0) : (value / limit).toPrecision(3)} ${unit}${per}`;
+  for (const [limit, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) if (value >= limit) return `${value / limit >= 1000 ? (value / limit).toFixed(0) : (value / limit).toPrecision(3)} ${unit}${per}`;
   return `${Math.round(value)} B${per}`;
 }
 export function seconds(value) {
