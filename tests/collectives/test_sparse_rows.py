@@ -14,10 +14,15 @@ from torch import Tensor
 
 from shoal.collectives import sparse_rows
 from shoal.collectives.shm import Shm
-from shoal.collectives.sparse_rows import Rows, rows_of, start_exchange
+from shoal.collectives.sparse_rows import Exchange, Rows, rows_of
 
 NUM_ROWS = 20
-SHAPES = ((3, torch.float32), (4, torch.float64), (2, torch.bfloat16))
+SHAPES = (
+    (3, torch.float32),
+    (4, torch.float64),
+    (2, torch.bfloat16),
+    (3, torch.float32),
+)  # the first and the last go as one
 
 
 @pytest.fixture(autouse=True, params=["compiled", "torch"])
@@ -66,11 +71,11 @@ def in_memory(group: Any) -> Any:
 
 @pytest.mark.parametrize("reducer", [in_memory, ByAllToAll])
 @settings(max_examples=25, deadline=None)
-@given(sizes=st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3), min_size=1, max_size=4))
+@given(sizes=st.lists(st.lists(st.integers(0, 60), min_size=4, max_size=4), min_size=1, max_size=4))
 def test_all_ranks_hold_the_sum_in_rank_order(reducer: Callable[[Any], Any], sizes: list[list[int]]) -> None:
     def run(group: Any) -> list[Rows]:
         tables = [rows_of(gradient(group.rank, n, size)) for n, size in enumerate(sizes[group.rank])]
-        return start_exchange(tables, reducer(group)).finish()
+        return Exchange(tables, reducer(group)).finish()
 
     for result in with_ranks(len(sizes), run):
         for number, rows in enumerate(result):
@@ -86,7 +91,7 @@ def test_all_ranks_hold_the_sum_in_rank_order(reducer: Callable[[Any], Any], siz
 
 @settings(max_examples=25, deadline=None)
 @given(
-    sizes=st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3), min_size=4, max_size=6),
+    sizes=st.lists(st.lists(st.integers(0, 60), min_size=4, max_size=4), min_size=4, max_size=6),
     seed=st.integers(0, 5),
 )
 def test_ranks_that_share_memory_divide_the_adding(sizes: list[list[int]], seed: int) -> None:
@@ -97,7 +102,7 @@ def test_ranks_that_share_memory_divide_the_adding(sizes: list[list[int]], seed:
                 rows_of(gradient(group.rank + 10 * (step + seed), n, size))
                 for n, size in enumerate(sizes[group.rank])
             ]
-            found.append(start_exchange(tables, shm).finish())
+            found.append(Exchange(tables, shm).finish())
         assert shm.shared_parts.num_bytes or not any(map(any, sizes))
         return found
 
@@ -131,11 +136,31 @@ def test_one_rank_never_adds_up_much_more_than_its_share(monkeypatch: pytest.Mon
                 Rows(keys := torch.arange(3000 if n == group.rank else 1), torch.ones(len(keys), 16))
                 for n in range(group.num_workers)
             ]
-            rows = start_exchange(tables, shm).finish()
+            rows = Exchange(tables, shm).finish()
         assert shm.shared_parts.num_bytes
         return [each.keys.tolist() for each in rows]
 
     assert all(keys == [list(range(3000))] * 9 for keys in with_ranks(9, run))
+
+
+def test_many_small_tables_divide_their_sum_as_one_of_their_rows_would() -> None:
+    def tables(rank: int) -> list[Rows]:
+        """26 tables of 200 rows, of which every second is each rank's."""
+        return [Rows(torch.arange(200) * 2 + n % 2 * rank, torch.full((200, 2), 1.0 + n)) for n in range(26)]
+
+    def run(group: Any) -> list[Rows]:
+        shm = in_memory(group)
+        Exchange(tables(group.rank), shm).finish()
+        assert shm.shared_parts.num_bytes  # the next one is divided
+        return Exchange(tables(group.rank), shm).finish()
+
+    for result in with_ranks(4, run):
+        for n, rows in enumerate(result):
+            total = torch.zeros(403, 2)
+            for rank in range(4):
+                total[torch.arange(200) * 2 + n % 2 * rank] += 1.0 + n
+            assert rows.keys.tolist() == total[:, 0].nonzero()[:, 0].tolist()
+            assert torch.equal(rows.values, total[rows.keys])
 
 
 def test_rows_come_back_as_autograd_has_them() -> None:

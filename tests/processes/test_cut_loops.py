@@ -76,3 +76,90 @@ def test_a_loop_is_refused_by_name_where_its_forward_cannot_be_cut(launch_script
         )
         assert done.exit_code == 2
         assert said in str(done.error)
+
+
+PENALTY = """
+import sys
+import torch, shoal
+from safetensors.torch import save_file
+from torch import nn
+from torch.autograd import grad  # by name, before shoal.setup
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+def penalised(model, x, y):
+    points = x.clone().requires_grad_()
+    output = model(points)
+    if sys.argv[1] == "grad":
+        (slope,) = grad(output.sum(), points, create_graph=True)
+    else:
+        output.sum().backward(create_graph=True, inputs=[points])
+        slope = points.grad
+    return (output - y).square().mean() + (slope.norm(dim=1) - 1).square().mean()
+
+torch.manual_seed(0)
+model = Block().double()
+draw = torch.Generator().manual_seed(1)
+x = torch.randn(40, 6, dtype=torch.float64, generator=draw)
+data = shoal.Dataset.from_arrays((x, x[:, :1].sin())).batch(10)
+"""
+IN_A_LOOP = """
+model, optimizer, data = shoal.setup(model, torch.optim.SGD(model.parameters(), lr=0.05), data)
+for x, y in data:
+    optimizer.zero_grad()
+    penalised(model, x, y).backward()
+    optimizer.step()
+if shoal.rank() == 0:
+    save_file(model.state_dict(), sys.argv[2])
+"""
+IN_A_TRAINER = """
+def training_step(model, batch):
+    return penalised(model, *batch)
+
+shoal.Trainer(model, training_step=training_step, optimizer=lambda p: torch.optim.SGD(p, lr=0.05)).fit(data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "body", "how"),
+    [
+        ("tp", 2, IN_A_LOOP, "grad"),
+        ("tp", 2, IN_A_LOOP, "backward"),
+        ("tp", 2, IN_A_TRAINER, "grad"),
+        ("dp=2,tp=2", 4, IN_A_LOOP, "grad"),
+        ("dp=2,tp=2", 4, IN_A_TRAINER, "backward"),
+        ("fsdp", 2, IN_A_LOOP, "backward"),
+        ("pp", 2, IN_A_LOOP, "grad"),
+    ],
+)
+def test_a_gradient_penalty_is_refused_where_sums_over_workers_would_be_left_out(
+    launch_script: Launch, strategy: str, workers: int, body: str, how: str
+) -> None:
+    done = launch_script(PENALTY + body, workers=workers, strategy=strategy, args=(how, "none"))
+    assert done.exit_code == 2, done.error
+    assert "differentiates a gradient" in str(done.error)
+
+
+def test_a_gradient_penalty_of_a_loop_is_that_of_one_process_where_parameters_are_whole(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    found = {}
+    for strategy, workers in (("single", 1), ("ddp", 2), ("ps", 2)):
+        out = tmp_path / strategy
+        done = launch_script(
+            PENALTY + IN_A_LOOP,
+            workers=workers,
+            strategy="ddp" if workers == 1 else strategy,
+            args=("grad", str(out)),
+            name=strategy,
+        )
+        assert done.exit_code == 0, done.error
+        found[strategy] = load_file(out)
+    for strategy in ("ddp", "ps"):
+        torch.testing.assert_close(found[strategy], found["single"], rtol=1e-12, atol=1e-12)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.collectives.compression import Compressor, Gradient, Traffic
 from shoal.collectives.reducer import Reducer
-from shoal.collectives.sparse_rows import Exchange, Rows, no_rows, rows_of, start_exchange
+from shoal.collectives.sparse_rows import Exchange, Rows, no_rows, rows_of
 from shoal.errors import PeerLost, TrainingError
 
 BUCKET_BYTES = 25 << 20
@@ -251,7 +251,7 @@ class GradientExchange:
         ):
             tables = [self._own_rows(index) for index in self._sparse]
             self.traffic.count_uncompressed(*(tensor for rows in tables for tensor in rows))
-            self._rows = start_exchange(tables, group)
+            self._rows = Exchange(tables, group)
 
     def _start(self, number: int, group: Reducer) -> list[Any]:
         bucket, memory = self.layout[number], self._memory[number]

@@ -38,6 +38,7 @@ from shoal.config.exchange_rule import ORDERED
 from shoal.config.job import Job
 from shoal.errors import ConfigError, PeerLost, WireError
 from shoal.runtime import kernel_cache
+from shoal.runtime.failpoints import failpoint
 from shoal.runtime.transport import memfd
 
 CHUNK_BYTES = 256 << 10
@@ -282,29 +283,10 @@ class Shm(OverNative):
         return PeerLost(rank=self._group.rank, operation=operation, reason=reason)
 
     def _map(self, num_bytes: int) -> mmap.mmap:
-        return self._map_made(memfd.create(num_bytes, "shoal exchange") if self.rank == 0 else -1, num_bytes)
-
-    def _map_more(self, num_bytes: int) -> mmap.mmap | None:
-        """Memory besides the rings; None on all ranks where rank 0 can make none."""
-        fd = -1
-        if self.rank == 0:
-            with contextlib.suppress(ConfigError):  # a limit on file sizes
-                fd = memfd.create(num_bytes, "shoal rows")
-        work = self.start_all_reduce(made := torch.tensor([fd >= 0], dtype=torch.int64))
-        self.finish(work, "an agreement on shared memory")
-        return self._map_made(fd, num_bytes) if made else None
-
-    def _map_made(self, fd: int, num_bytes: int) -> mmap.mmap:
+        fd = memfd.create(num_bytes, "shoal exchange") if self.rank == 0 else -1
         try:
-            # Through /proc: the group's own connections carry no descriptors, and the kernel admits only
-            # processes of the same user.
-            pid, theirs = self._group.all_gather(torch.tensor([os.getpid(), fd]))[self._ranks[0]].tolist()
             try:
-                opened = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    mapped = memfd.map_shared(opened, num_bytes)
-                finally:
-                    os.close(opened)
+                mapped = self._map_of_first(fd, num_bytes)
             except (OSError, WireError) as error:  # rank 0 is gone, or was replaced
                 raise PeerLost(
                     rank=self._group.rank, operation="mapping shared memory", reason=str(error)
@@ -314,3 +296,31 @@ class Shm(OverNative):
             if fd >= 0:
                 os.close(fd)
         return mapped
+
+    def _map_more(self, num_bytes: int) -> mmap.mmap | None:
+        """Memory besides the rings; None on all ranks where one of them cannot make or map it."""
+        fd, mapped = -1, None
+        if self.rank == 0:
+            with contextlib.suppress(ConfigError):  # a limit on file sizes
+                fd = memfd.create(num_bytes, "shoal rows")
+        try:
+            with contextlib.suppress(OSError, WireError):  # a limit on this rank's memory
+                mapped = self._map_of_first(fd, num_bytes)
+            failpoint("worker: larger memory mapped")
+            num_mapped = torch.tensor([mapped is not None], dtype=torch.int64)
+            self.finish(self.start_all_reduce(num_mapped), "an agreement on shared memory")
+        finally:
+            if fd >= 0:  # every rank has it by now
+                os.close(fd)
+        return mapped if int(num_mapped) == self.num_workers else None
+
+    def _map_of_first(self, fd: int, num_bytes: int) -> mmap.mmap:
+        """Map what rank 0 has at its descriptor `fd`. Collective; the error is this rank's alone."""
+        # Through /proc: the group's own connections carry no descriptors, and the kernel admits only
+        # processes of the same user.
+        pid, theirs = self._group.all_gather(torch.tensor([os.getpid(), fd]))[self._ranks[0]].tolist()
+        opened = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return memfd.map_shared(opened, num_bytes)
+        finally:
+            os.close(opened)

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from shoal.runtime import kernel_cache, row_kernels
 
 _LINE = 64  # bytes: every list begins at a multiple of any number's size
 _TYPES = (torch.float32, torch.float64)
+_MOST_ROWS = 1 << 36  # of a table: its weights alone would be 256 GiB and more
 _SHARED_FROM = 4096
-"""Rows per rank and table, on average, from which ranks divide the sum: of 3,000 (batch 1,024 over 8 workers) it does not pay."""
+"""Rows per rank, on average, of all tables of one kind, from which ranks divide the sum: of 3,000 (batch 1,024 over 8 workers) it does not pay."""
 
 
 class ScattersRows(Reducer, SwapsParts, Protocol):
@@ -68,7 +69,7 @@ def no_rows(table: Tensor) -> Rows:
 
 
 class RowExchange:
-    """One exchange of the rows of all tables of a model. Until `finish` returns, nothing of this rank's has changed."""
+    """One exchange of the rows of several tables. Until `finish` returns, nothing of this rank's has changed."""
 
     def __init__(self, tables: Sequence[Rows], group: Reducer) -> None:
         """Start it: tell how many rows there are."""
@@ -187,10 +188,28 @@ class RowScatter:
         return RowExchange(mine, group).finish()
 
 
-Exchange: TypeAlias = RowExchange | SharedRowExchange | RowScatter
+class Exchange:
+    """The exchange of all tables of a model: those with rows of one shape and type go as one.
+
+    A table of its own costs a fixed number of calls for each rank, a row of it little.
+    """
+
+    def __init__(self, tables: Sequence[Rows], group: Reducer) -> None:
+        alike: dict[object, list[int]] = {}
+        for number, table in enumerate(tables):
+            alike.setdefault((table.values.dtype, table.values.shape[1:]), []).append(number)
+        self._alike = list(alike.values())
+        self._exchange = _start([_joined([tables[n] for n in numbers]) for numbers in self._alike], group)
+
+    def finish(self) -> list[Rows]:
+        """Rows of all ranks, summed, table by table."""
+        found: dict[int, Rows] = {}
+        for numbers, rows in zip(self._alike, self._exchange.finish(), strict=True):
+            found.update(zip(numbers, _apart(rows, len(numbers)), strict=True))
+        return [found[number] for number in range(len(found))]
 
 
-def start_exchange(tables: Sequence[Rows], group: Reducer) -> Exchange:
+def _start(tables: Sequence[Rows], group: Reducer) -> RowExchange | SharedRowExchange | RowScatter:
     if (
         isinstance(group, SharesMemory)
         and (memory := group.shared_parts) is not None
@@ -200,6 +219,24 @@ def start_exchange(tables: Sequence[Rows], group: Reducer) -> Exchange:
     if isinstance(group, SwapsParts) and group.scatters_rows and group.num_workers > 2:
         return RowScatter(tables, cast(ScattersRows, group))
     return RowExchange(tables, group)
+
+
+def _joined(tables: Sequence[Rows]) -> Rows:
+    """Tables with rows of one kind as one: keys of the second begin where no row of the first can be."""
+    if len(tables) == 1:
+        return tables[0]
+    keys = [table.keys + number * _MOST_ROWS for number, table in enumerate(tables)]
+    return Rows(torch.cat(keys), torch.cat([table.values for table in tables]))
+
+
+def _apart(rows: Rows, num_tables: int) -> list[Rows]:
+    """The tables that `_joined` made one."""
+    ends = np.searchsorted(rows.keys.numpy(), np.arange(1, num_tables) * _MOST_ROWS).tolist()
+    parts = pairwise([0, *ends, len(rows.keys)])
+    return [
+        Rows(rows.keys[begin:end] - number * _MOST_ROWS, rows.values[begin:end])
+        for number, (begin, end) in enumerate(parts)
+    ]
 
 
 def _gathered(tables: Sequence[Rows], counts: Tensor, group: Reducer) -> list[Rows]:

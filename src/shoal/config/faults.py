@@ -23,6 +23,7 @@ POINTS = {
     "worker: exchange finished, not committed": "all sums are there, the weights are the old ones",
     "worker: committed, not counted": "the weights are new, the exchange is not in the log",
     "worker: committed": "a step is over but for what the loop counts and writes",
+    "worker: larger memory mapped": "memory for sums of sparse rows that ranks divide is mapped, the others not told",
     "worker: view left": "the group is left, the next view not entered",
     "worker: before taking state": "a donor is about to send",
     "worker: after taking state": "everything was received, nothing is confirmed",

@@ -43,7 +43,7 @@ from shoal.parallel.compute import (
     run_again,
 )
 from shoal.parallel.ddp import Ddp
-from shoal.parallel.own_forward import OwnForward
+from shoal.parallel.own_forward import OwnForward, once_differentiable
 from shoal.parallel.pipeline import forward_state
 from shoal.parallel.pipeline import plan as pipeline_plan
 from shoal.parallel.pipeline import stage as pipeline_stage
@@ -251,8 +251,12 @@ class MeshParallel(Ddp):
         self._own_forward = OwnForward(
             model, str(self._axes), lambda: self._unless_broken("forward", runs_model=True)
         )
+        # Both until the script ends. A Trainer's own backward is right under fsdp.
+        self._kept.enter_context(
+            once_differentiable(str(self._axes), applies=lambda: not own_gradients.rests())
+        )
         if self._axes.tp > 1:
-            # Until the script ends: its loss and backward mix whole tensors with shards, too.
+            # Its loss and backward mix whole tensors with shards, too.
             self._kept.enter_context(tensor_cut.running(runs_model=False))
         if self._rank == 0 and self._job.number == 0:
             print(

@@ -6,8 +6,9 @@ it: where backward begins, at the gradient of the loss.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +20,30 @@ from shoal.errors import ConfigError
 from shoal.parallel import own_gradients
 
 _PLAIN = (Tensor, int, float, str, type(None))
+
+
+@contextlib.contextmanager
+def once_differentiable(strategy: str, applies: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Context that refuses gradients of gradients: autograd records no sums over the workers that backward makes, and the second one lacks them."""
+    run = torch.autograd._engine_run_backward  # all of backward, grad and torch.func, also imported by name
+
+    @functools.wraps(run)
+    def refusing(
+        roots: Any, gradients: Any, retain_graph: Any, create_graph: bool, *args: Any, **settings: Any
+    ) -> Any:
+        if create_graph and applies():
+            raise ConfigError(
+                "the model, its loss or the loop differentiates a gradient (create_graph=True, for a gradient penalty say), and under "
+                f"'{strategy}' the second backward of layers in parts leaves sums over the workers out. Nothing of this step was "
+                "updated; use --strategy ddp or ps, or fsdp with shoal.Trainer."
+            )
+        return run(roots, gradients, retain_graph, create_graph, *args, **settings)
+
+    torch.autograd._engine_run_backward = refusing
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run
 
 
 class OwnForward:

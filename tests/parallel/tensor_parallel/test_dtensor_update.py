@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shoal.parallel.tensor_parallel.dtensor_update import on_local_tensors
@@ -121,6 +122,23 @@ def test_updates_that_look_at_whole_tensors_or_are_looked_at_keep_their_dtensors
             optimizer.register_step_post_hook(lambda *_: None)
         with on_local_tensors(optimizer):
             assert optimizer.param_groups[0]["params"] == [weight]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [register_optimizer_step_pre_hook, register_optimizer_step_post_hook],
+)
+def test_a_hook_of_all_optimizers_sees_dtensors(mesh: DeviceMesh, register: Any) -> None:
+    weight = parameter(mesh, 7, Shard(0))
+    weight.grad = torch.ones_like(weight)
+    optimizer, seen = torch.optim.SGD([weight], lr=0.1), []
+    handle = register(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0]))
+    try:
+        with on_local_tensors(optimizer):
+            optimizer.step()
+    finally:
+        handle.remove()
+    assert seen == [weight]
 
 
 def test_a_gradient_placed_otherwise_is_left_to_dtensor(mesh: DeviceMesh) -> None:

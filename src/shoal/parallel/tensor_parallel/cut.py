@@ -25,6 +25,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from shoal.data.tree import Tree, map_tensors
 from shoal.errors import ConfigError
+from shoal.parallel.own_forward import once_differentiable
 from shoal.parallel.tensor_parallel import attention as tensor_attention
 from shoal.parallel.tensor_parallel import blocks
 from shoal.parallel.tensor_parallel.attention import patch_sdpa
@@ -71,30 +72,8 @@ def running(runs_model: bool = True) -> Iterator[None]:
     with implicit_replication(), contextlib.ExitStack() as stack:
         if runs_model:
             stack.enter_context(InplaceWriteMode())
-            stack.enter_context(_once_differentiable())
+            stack.enter_context(once_differentiable("tp"))
         yield
-
-
-@contextlib.contextmanager
-def _once_differentiable() -> Iterator[None]:
-    """Refuse gradients of gradients: sums that DTensor makes in backward are left out of the second one, without a word."""
-    grad = torch.autograd.grad
-
-    @functools.wraps(grad)
-    def refusing(*args: Any, **settings: Any) -> Any:
-        if settings.get("create_graph"):
-            raise ConfigError(
-                "the model or its loss differentiates a gradient (torch.autograd.grad with create_graph=True, a gradient penalty say), and "
-                "under tp the second backward of cut layers leaves sums over the workers out. Nothing of this step was updated; use "
-                "--strategy ddp, fsdp or ps."
-            )
-        return grad(*args, **settings)
-
-    torch.autograd.grad = refusing
-    try:
-        yield
-    finally:
-        torch.autograd.grad = grad
 
 
 def match_placements(parameters: Iterable[nn.Parameter]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import optimizer as torch_optimizer
 
 from shoal.parallel.state import as_part_of
 
@@ -51,9 +52,13 @@ def on_local_tensors(optimizer: Optimizer) -> Iterator[None]:
 
 def _is_local(optimizer: Optimizer) -> bool:
     """Whether each element's update depends on no other element, and nothing reads the parameters meanwhile."""
-    if type(optimizer) not in ELEMENTWISE or any(
-        (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    ):
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    if type(optimizer) not in ELEMENTWISE or any(hooks):
         return False
     found = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     return bool(found) and all(
