@@ -122,3 +122,22 @@ def rounds_with_a_kill(start_job: Callable[..., EngineJob], out: Path, *options:
     assert out.with_suffix(".hit").exists()
     found: dict[str, Any] = torch.load(out)
     return found
+
+
+def aggregate_on(engine: str, folder: Path) -> str:
+    """Output of `aggregate_driver.py` on an engine, where all went well."""
+    driver = Path(__file__).parent / "aggregate_driver.py"
+    env = {"XDG_CACHE_HOME": str(folder / "cache")}
+    job = EngineJob(folder, [engine], env, program=[sys.executable, str(driver)])
+    try:
+        assert job.wait(360) == 0, job.output()
+    finally:
+        job.close()
+    said = job.output()
+    assert "equal to the byte" in said
+    assert "KeyError: 'txet' raised by map_reduce's map(misspelt) for the sample with index" in said
+    assert f"raised by {engine}, at its last attempt, in the task 'map-0000" in said
+    assert "cannot pickle '_thread.lock' object. Nothing was started" in said
+    assert "gives hosts, and map-reduce runs tasks" in said
+    assert "nothing left behind, and the session is there" in said
+    return said

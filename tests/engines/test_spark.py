@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_jobs import TRAINING, EngineJob, command_lines, differences, rounds_with_a_kill
+from engine_jobs import TRAINING, EngineJob, aggregate_on, command_lines, differences, rounds_with_a_kill
 
 KEY = "a-key-for-tests-0123456789"
 DRIVER = Path(__file__).parent / "spark_driver.py"
@@ -52,6 +52,12 @@ def test_a_driver_trains_on_its_dataframe_and_gets_a_transform_back(tmp_path: Pa
     assert "the column 'nested' of the DataFrame is of type struct" in said
     assert "the DataFrame has no column 'missing'; it has a, b, y" in said
     job.close()
+
+
+def test_a_script_has_its_aggregate_from_tasks_of_spark_with_the_bytes_of_local_processes(
+    tmp_path: Path,
+) -> None:
+    aggregate_on("spark", tmp_path / "driver")
 
 
 def test_map_reduce_runs_as_tasks_and_a_failed_one_is_run_again(tmp_path: Path) -> None:
