@@ -75,6 +75,21 @@ class EngineJob:
         assert len(found) == 1, f"{title}: {found}"
         return found[0]
 
+    def slot(self, host: int) -> psutil.Process:
+        """Process of the engine that has just begun to run `shoal join` for a host."""
+        words = (f"{self.folder}/", f"--as-host {host}")
+        found: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            running = [
+                each for each in psutil.process_iter() if all(w in " ".join(_words(each)) for w in words)
+            ]
+            found[:] = [parent for each in running if (parent := each.parent()) is not None]
+            return bool(found)
+
+        self.wait_for(is_there)
+        return found[0]
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
