@@ -88,6 +88,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 
@@ -928,14 +929,18 @@ _SAFE = "Finished tasks are kept and not run again."
 
 
 class MapReduceFailed(DataError):
-    """A user's function raised in one of the processes of `workers=`. The traceback is the user's own."""
+    """A user's function raised in one of the processes of `workers=`, or on an engine. The traceback is the user's own."""
 
-    def __init__(self, *, traceback: str, task: str) -> None:
-        self.traceback, self.task = traceback, task
+    def __init__(self, *, traceback: str, task: str, on: str = "") -> None:
+        self.traceback, self.task, self.on = traceback, task, on
+        where = f"by {on}, at its last attempt," if on else "in a process of its own"
         super().__init__(
-            f"{traceback.rstrip()}\nThe error above is that of a function given to map_reduce, raised in a process of its "
-            f"own in the task '{task}'. {_SAFE}"
+            f"{traceback.rstrip()}\nThe error above is that of a function given to map_reduce, raised {where} "
+            f"in the task '{task}'. {'No result was written.' if on else _SAFE}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(MapReduceFailed, traceback=self.traceback, task=self.task, on=self.on), ()
 
 
 class TaskKeepsDying(DataError):

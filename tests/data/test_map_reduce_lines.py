@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from shoal.data.mapreduce import streaming
 from shoal.data.mapreduce.streaming import StreamingConfig, map_reduce_lines
+from shoal.engines.tasks import run_tasks
 from shoal.errors import ConfigError, DataError
 from waiting import wait_until
 
@@ -181,6 +182,19 @@ def test_interrupted_programs_are_not_started_again(tmp_path: Path) -> None:
     assert (process.returncode, said) == (130, b"stopped by SIGINT; no output was written.\n")
     assert (tmp_path / "runs").read_text() == "run\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "runs"]
+
+
+def test_a_task_that_ctrl_c_ended_is_not_started_again() -> None:
+    begun = []
+
+    def interrupted(number: int) -> None:
+        begun.append(number)
+        os.kill(os.getpid(), signal.SIGINT)  # as a terminal does, to its program and to this process
+        raise DataError("its program ended")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(interrupted, [0])
+    assert begun == [0]
 
 
 def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:

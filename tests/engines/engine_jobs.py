@@ -75,6 +75,21 @@ class EngineJob:
         assert len(found) == 1, f"{title}: {found}"
         return found[0]
 
+    def slot(self, host: int) -> psutil.Process:
+        """Process of the engine that has just begun to run `shoal join` for a host."""
+        words = (f"{self.folder}/", f"--as-host {host}")
+        found: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            running = [
+                each for each in psutil.process_iter() if all(w in " ".join(_words(each)) for w in words)
+            ]
+            found[:] = [parent for each in running if (parent := each.parent()) is not None]
+            return bool(found)
+
+        self.wait_for(is_there)
+        return found[0]
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -122,3 +137,22 @@ def rounds_with_a_kill(start_job: Callable[..., EngineJob], out: Path, *options:
     assert out.with_suffix(".hit").exists()
     found: dict[str, Any] = torch.load(out)
     return found
+
+
+def aggregate_on(engine: str, folder: Path) -> str:
+    """Output of `aggregate_driver.py` on an engine, where all went well."""
+    driver = Path(__file__).parent / "aggregate_driver.py"
+    env = {"XDG_CACHE_HOME": str(folder / "cache")}
+    job = EngineJob(folder, [engine], env, program=[sys.executable, str(driver)])
+    try:
+        assert job.wait(360) == 0, job.output()
+    finally:
+        job.close()
+    said = job.output()
+    assert "equal to the byte" in said
+    assert "KeyError: 'txet' raised by map_reduce's map(misspelt) for the sample with index" in said
+    assert f"raised by {engine}, at its last attempt, in the task 'map-0000" in said
+    assert "cannot pickle '_thread.lock' object. Nothing was started" in said
+    assert "gives hosts, and map-reduce runs tasks" in said
+    assert "nothing left behind, and the session is there" in said
+    return said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import socket
 import subprocess
@@ -12,14 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from engine_jobs import TRAINING, EngineJob, command_lines, differences, rounds_with_a_kill
+from engine_jobs import TRAINING, EngineJob, aggregate_on, command_lines, differences, rounds_with_a_kill
 
 from shoal.cluster.hosts.engine_hosts import own_address
 from waiting import wait_until
 
 KEY = "a-key-for-tests-0123456789"
+TOKEN = secrets.token_hex(32)
 DRIVER = Path(__file__).parent / "ray_driver.py"
 
 
@@ -27,42 +30,51 @@ DRIVER = Path(__file__).parent / "ray_driver.py"
 def ray_address(installed: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a Ray with 1 CPU, which several jobs share. Its autoscaler adds up to 2 nodes of 1 CPU, as asked for."""
     installed("ray")
-    ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
-    folder = tmp_path_factory.mktemp("ray")
+    folder, port = tmp_path_factory.mktemp("ray"), _free_port()
     address = f"{own_address()}:{port}"
     (folder / "autoscaling.json").write_text(json.dumps(_autoscaling(address)))
-    options = [f"--port={port}", "--num-cpus=1", "--include-dashboard=false", "--disable-usage-stats"]
-    options.append(f"--autoscaling-config={folder}/autoscaling.json")
+    options = [f"--port={port}", "--num-cpus=1", f"--autoscaling-config={folder}/autoscaling.json"]
+    with _ray_head(folder, options, RAY_FAKE_CLUSTER="1", AUTOSCALER_UPDATE_INTERVAL_S="1"):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def fixed_ray(installed: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`ray://` address of a Ray of this machine that cannot grow: 2 CPUs, and 2 GPUs by its own word."""
+    installed("ray")
+    port = _free_port()
+    options = [f"--port={_free_port()}", "--num-cpus=2", "--num-gpus=2", f"--ray-client-server-port={port}"]
+    with _ray_head(tmp_path_factory.mktemp("fixed-ray"), options):
+        yield f"ray://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def _ray_head(folder: Path, options: list[str], **variables: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", *options]
     log = (folder / "log").open("wb")
     with (
         log,
         pytest.MonkeyPatch.context() as patch,
-        # Whatever this machine's default is: this cluster asks for a token of its own, which its clients inherit.
-        _environment(
-            patch,
-            RAY_AUTH_MODE="token",
-            RAY_AUTH_TOKEN=secrets.token_hex(32),
-            RAY_raylet_start_wait_time_s="170",
-            RAY_FAKE_CLUSTER="1",
-            AUTOSCALER_UPDATE_INTERVAL_S="1",
-        ),
+        # Whatever this machine's default is: these clusters ask for a token of their own, which their clients inherit.
+        _environment(patch, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN, RAY_raylet_start_wait_time_s="170"),
         subprocess.Popen(
-            [*ray, "start", "--head", "--block", *options],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            command, env={**os.environ, **variables}, stdout=log, stderr=log, start_new_session=True
         ) as head,
     ):
         _wait_for(head, Path(log.name))
-        yield address
+        yield
         head.terminate()
         try:
             head.wait(30)
         except subprocess.TimeoutExpired:
             head.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
 
 
 def _autoscaling(address: str) -> dict[str, Any]:
@@ -136,6 +148,63 @@ def test_a_job_larger_than_the_cluster_has_nodes_added_and_a_killed_actor_replac
     assert differences(out, undisturbed) == []
 
 
+def test_a_killed_node_is_a_lost_host_and_the_bits_are_those_of_this_machine_alone(
+    ray_address: str, start_job: Callable[..., EngineJob], undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    options = ["-n", "3", "--exchange", "native", "--on", f"ray:{ray_address}", "--hosts", "3"]
+    # The autoscaler itself waits 30 s for a sign of life before it has another node.
+    options += ["--bind", "127.0.0.1", "--join-timeout", "240"]
+    job = start_job(*options, str(TRAINING), str(out), "--gate", "5")
+    job.wait_for_gate(out, 3)
+    agents = {host: job.agent(host) for host in (1, 2, 3)}
+    lost = next(host for host, agent in agents.items() if "--head" not in _raylet(agent).cmdline())
+    _raylet(agents[lost]).kill()
+    agents[lost].wait(60)  # Ray's processes end themselves without their raylet, and the host with them
+    (out / "go").touch()
+    assert job.wait(300) == 0, job.output()
+    assert [event["ranks"] for event in job.events("host-lost")] == [[lost - 1]]
+    assert differences(out, undisturbed) == []
+
+
+def _raylet(agent: psutil.Process) -> psutil.Process:
+    """Node of Ray that a host of a job is on."""
+    return next(each for each in agent.parents() if each.name() == "raylet")
+
+
+def test_a_client_of_ray_has_a_job_with_a_gpu_for_each_worker(
+    fixed_ray: str, start_job: Callable[..., EngineJob], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    options = ["-n", "2", "--on", f"ray:{fixed_ray}", "--resources", "worker:gpus=1"]
+    job = start_job(*options, str(TRAINING), str(out), "--gate", "1")
+    job.wait_for_gate(out, 2)
+    assert job.agent(1).environ()["CUDA_VISIBLE_DEVICES"] == "0,1"  # what Ray gave to the actor
+    (out / "go").touch()
+    assert job.wait() == 0, job.output()
+
+
+def test_more_gpus_than_ray_has_are_refused_with_both_numbers(
+    fixed_ray: str, start_job: Callable[..., EngineJob]
+) -> None:
+    options = ["-n", "2", "--on", f"ray:{fixed_ray}", "--resources", "worker:gpus=2"]
+    job = start_job(*options, str(TRAINING), "nowhere")
+    assert job.wait() == 2, job.output()
+    assert "1 host need 4 GPUs, and this Ray has 2 GPUs" in job.output()
+
+
+def test_an_actor_killed_before_its_host_has_joined_ends_the_job_with_its_name(
+    ray_address: str, start_job: Callable[..., EngineJob]
+) -> None:
+    job = start_job("-n", "2", "--hosts", "2", "--on", f"ray:{ray_address}", str(TRAINING), "nowhere")
+    job.slot(2).kill()
+    assert job.wait() == 3, job.output()
+    assert "host 2 was lost during the start: its actor died" in job.output()
+    assert "Nothing was trained; the other hosts were let go" in job.output()
+
+
 def test_rounds_as_tasks_of_ray_give_the_bits_of_local_processes_where_one_is_killed(
     ray_address: str, start_job: Callable[..., EngineJob], local_rounds: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -189,6 +258,15 @@ def test_a_dataset_of_ray_is_trained_on_block_by_block(ray_address: str, tmp_pat
     assert "from_ray got a Dataset without rows" in said
     assert "from_ray takes a Dataset of ray.data, but got a list" in said
     job.close()
+
+
+def test_a_script_has_its_aggregate_from_tasks_of_ray_with_the_bytes_of_local_processes(
+    ray_address: str, tmp_path: Path
+) -> None:
+    said = aggregate_on(f"ray:{ray_address}", tmp_path / "driver")
+    assert (
+        "runs tasks on several machines, which exchange files. Nothing was computed; give directory=" in said
+    )
 
 
 def test_map_reduce_runs_as_tasks_and_a_failed_one_is_run_again(ray_address: str, tmp_path: Path) -> None:

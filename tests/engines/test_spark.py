@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 import torch
-from engine_jobs import TRAINING, EngineJob, command_lines, differences, rounds_with_a_kill
+from engine_jobs import TRAINING, EngineJob, aggregate_on, command_lines, differences, rounds_with_a_kill
 
 from waiting import wait_until
 
@@ -48,6 +48,16 @@ def test_a_killed_executor_is_replaced_and_the_bits_are_those_of_this_machine_al
     assert differences(out, undisturbed) == []
 
 
+def test_a_task_killed_before_its_host_has_joined_ends_the_job_with_its_name(
+    start_job: Callable[..., EngineJob],
+) -> None:
+    job = start_job("--on", "spark", str(TRAINING), "nowhere")
+    job.slot(1).kill()
+    assert job.wait() == 3, job.output()
+    assert "host 1 was lost during the start: its task died" in job.output()
+    assert "Nothing was trained" in job.output()
+
+
 def test_a_driver_trains_on_its_dataframe_and_gets_a_transform_back(tmp_path: Path) -> None:
     job = EngineJob(tmp_path / "driver", [], {}, program=[sys.executable, str(DRIVER)])
     assert job.wait(300) == 0, job.output()
@@ -59,6 +69,12 @@ def test_a_driver_trains_on_its_dataframe_and_gets_a_transform_back(tmp_path: Pa
     assert "the column 'nested' of the DataFrame is of type struct" in said
     assert "the DataFrame has no column 'missing'; it has a, b, y" in said
     job.close()
+
+
+def test_a_script_has_its_aggregate_from_tasks_of_spark_with_the_bytes_of_local_processes(
+    tmp_path: Path,
+) -> None:
+    aggregate_on("spark", tmp_path / "driver")
 
 
 def test_map_reduce_runs_as_tasks_and_a_failed_one_is_run_again(tmp_path: Path) -> None:
@@ -73,6 +89,16 @@ def test_map_reduce_runs_as_tasks_and_a_failed_one_is_run_again(tmp_path: Path) 
         assert ("exit code 3; last it said: no such city" in job.output()) == bool(code)
     assert (tmp_path / "out" / "part-00000").read_text() == "a\t2\nb\t1\nb\t3\n"
     assert (tmp_path / "job-0" / "failed").exists()
+
+
+def test_a_task_that_spark_runs_once_fails_with_its_own_words(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("a\n")
+    program = [sys.executable, "-m", "shoal", "map-reduce", "--on", "spark:local[1]"]
+    args = ["--mapper", "sh -c 'echo no such city >&2; exit 3'", "../in", "../none"]
+    job = EngineJob(tmp_path / "job", args, {}, program=program)
+    assert job.wait() == 3, job.output()
+    assert "exit code 3; last it said: no such city" in job.output()
+    assert "Spark failed" not in job.output()
 
 
 def test_rounds_as_tasks_of_spark_give_the_bits_of_local_processes_where_one_is_killed(

@@ -588,6 +588,7 @@ class Dataset:
         batched: bool | int = False,
         key: str | None = None,
         workers: int = 1,
+        on: str = "",
         buffer_bytes: int = 64 << 20,
         timeout_s: float = 300.0,
         directory: str | os.PathLike[str] | None = None,
@@ -606,8 +607,10 @@ class Dataset:
 
         Pairs are sorted on disk where they are more than `buffer_bytes`. The
         workers of a job share the tasks, and so do `workers` processes of
-        this one; a task whose process died is run again, alone. The result
-        does not depend on their number. It is kept in the host's cache and
+        this one; a task whose process died is run again, alone. With
+        `on="ray"` or `"spark"` (`"ray:ADDRESS"`, `"spark:MASTER"`) they are
+        ordinary tasks of that engine, whose machines must reach the data and
+        `directory`. The result does not depend on any of this. It is kept in the host's cache and
         reused where data and functions are the same, as far as that can be
         told; `key` says it where it cannot. After `timeout_s` without a sign
         of life it is said who holds which task.
@@ -626,6 +629,7 @@ class Dataset:
             batched=batched,
             key=key,
             workers=workers,
+            on=on,
             buffer_bytes=buffer_bytes,
             timeout_s=timeout_s,
             directory=directory,

@@ -112,7 +112,7 @@ def reach(address: str) -> None:
     socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
 
 
-def words_of(error: Exception) -> str:
+def words_of(error: BaseException) -> str:
     """An engine's own error, of whatever class, in a line."""
     if isinstance(error, ShoalError):
         return str(error)

@@ -32,7 +32,7 @@ def queue(detail: str) -> list[EngineEntry]:
     try:
         groups = ray.util.placement_group_table().values()
     finally:
-        ray.shutdown()
+        disconnect()
     return [
         EngineEntry(
             id=group["placement_group_id"][:12],
@@ -80,6 +80,14 @@ def connect(address: str) -> None:
             f"Ray cannot be reached at {asked}: {said}. Nothing was started; start it with "
             "`ray start --head`, or leave the address out, and a Ray is started here."
         ) from None
+
+
+def disconnect() -> None:
+    """Close the connection, and end a Ray that this process started."""
+    import ray
+
+    ray.shutdown()
+    _OWN.clear()
 
 
 def can_grow() -> bool:

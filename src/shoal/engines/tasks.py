@@ -6,10 +6,11 @@ alone; the first that keeps failing ends the whole.
 
 from __future__ import annotations
 
-import threading
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from shoal.engines import registry
 from shoal.engines.protocol import words_of
@@ -28,22 +29,32 @@ def run_tasks(
     on: str = "",
     workers: int = 1,
     attempts: int = 4,
-    keeps_engine: bool = False,
 ) -> list[R]:
     """Results in the order of the arguments. `on` is an engine as --on names it; empty: `workers` threads here.
 
-    With `keeps_engine` the connection to it stays for the next call, until this process ends.
+    The connection to the engine stays for the next call, until the `session` around it or this process ends.
+    An engine sends the function by value in its own form, over its own connections.
 
     Raises what the last attempt of a task raised, here; an engine's error elsewhere.
     """
     if not on:
         return _in_threads(function, arguments, workers, attempts)
     name, detail = parse(on)
-    run, close = (_in_ray, _close_ray) if name == "ray" else (_in_spark, _close_spark)
+    return (_in_ray if name == "ray" else _in_spark)(function, arguments, detail, workers, attempts)
+
+
+@contextlib.contextmanager
+def session(on: str) -> Iterator[None]:
+    """Close the connection that `run_tasks` opens within; one that was there before is the caller's, and stays."""
+    if not on:
+        yield
+        return
+    is_open, close = (_ray_is_open, _close_ray) if parse(on)[0] == "ray" else (_spark_is_open, _close_spark)
+    was_open = is_open()
     try:
-        return run(function, arguments, detail, workers, attempts)
+        yield
     finally:
-        if not keeps_engine:
+        if not was_open:
             close()
 
 
@@ -59,29 +70,30 @@ def parse(on: str) -> tuple[str, str]:
 
 
 def _in_threads(function: Callable[[A], R], arguments: Sequence[A], workers: int, attempts: int) -> list[R]:
-    is_over = threading.Event()
-
-    def persistent(argument: A) -> R:
-        for _ in range(attempts - 1):
-            try:
-                return function(argument)
-            except Exception:
-                if is_over.is_set():  # Ctrl-C ends the programs of tasks too
-                    raise
-        return function(argument)
-
+    results: dict[int, R] = {}
     with ThreadPoolExecutor(workers) as pool:
-        futures: list[Future[R]] = [pool.submit(persistent, each) for each in arguments]
+        running = {pool.submit(function, each): number for number, each in enumerate(arguments)}
+        begun = Counter(running.values())
         try:
-            waiting = set(futures)
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for each in done:
-                    each.result()  # the first failure ends the whole, without those that have not begun
+            while running:
+                for each in wait(running, return_when=FIRST_COMPLETED).done:
+                    number = running.pop(each)
+                    # Retried by this thread, which gets Ctrl-C first: it ends the programs of tasks too.
+                    if isinstance(each.exception(), Exception) and begun[number] < attempts:
+                        running[pool.submit(function, arguments[number])] = number
+                        begun[number] += 1
+                    else:
+                        results[number] = each.result()  # the first failure ends the whole
         finally:
-            is_over.set()
             pool.shutdown(cancel_futures=True)
-        return [each.result() for each in futures]
+    return [results[number] for number in range(len(arguments))]
+
+
+def _unsendable(engine: str, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"{engine} cannot send the tasks to its machines: {words_of(error)}. Nothing was started; give functions and data that hold no "
+        "lock, connection or open file."
+    )
 
 
 def _in_ray(
@@ -94,11 +106,15 @@ def _in_ray(
     connect(address)
 
     @ray.remote(num_cpus=1, max_retries=attempts - 1, retry_exceptions=True)  # type: ignore[untyped-decorator]
-    def task(argument: A) -> R:
+    def task(function: Callable[[A], R], argument: A) -> R:
         return function(argument)  # an object that can be called, which Ray itself does not take
 
     try:
-        return list(ray.get([task.remote(each) for each in arguments]))
+        sent = ray.put(function)  # once for all tasks
+    except TypeError as error:
+        raise _unsendable("Ray", error.__cause__ or error) from None
+    try:
+        return list(ray.get([task.remote(sent, each) for each in arguments]))
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None  # what the task raised, without Ray's traceback in its words
     except ray.exceptions.RayError as error:
@@ -108,10 +124,16 @@ def _in_ray(
         ) from None
 
 
-def _close_ray() -> None:
+def _ray_is_open() -> bool:
     import ray
 
-    ray.shutdown()
+    return bool(ray.is_initialized())
+
+
+def _close_ray() -> None:
+    from shoal.engines.ray_session import disconnect
+
+    disconnect()
 
 
 def _in_spark(
@@ -122,14 +144,17 @@ def _in_spark(
 
     from shoal.engines.spark_session import active_context, cause, open_context
 
-    # A local master runs a task once unless its name says how often.
-    context = active_context() or open_context(
-        master or f"local[{workers},{attempts}]",
-        "shoal map-reduce",
-        {"spark.ui.enabled": "false"},
-        {"spark.task.maxFailures": str(attempts)},
-    )
-    context.setLogLevel("OFF")
+    context = active_context()
+    if context is None:
+        # A local master runs a task once unless its name says how often.
+        context = open_context(
+            master or f"local[{workers},{attempts}]",
+            "shoal map-reduce",
+            {"spark.ui.enabled": "false"},
+            {"spark.task.maxFailures": str(attempts)},
+        )
+        context.setLogLevel("OFF")
+    attempts = _attempts_of(context)
 
     def run(parts: Iterable[A]) -> Iterator[R | Exception]:
         from pyspark import TaskContext
@@ -144,15 +169,31 @@ def _in_spark(
 
     try:
         found = context.parallelize(list(arguments), max(1, len(arguments))).mapPartitions(run).collect()
-        for each in found:
-            if isinstance(each, Exception):
-                raise each
-        return list(found)
     except (Py4JError, PySparkException) as error:
         raise ClusterError(
             f"Spark failed while it ran {len(arguments)} tasks: {cause(error)}. No output was written; see that Spark is well, and "
             "start again."
         ) from None
+    except Exception as error:  # of the function on its way to Spark: errors of tasks are results
+        raise _unsendable("Spark", error) from None
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return list(found)
+
+
+def _attempts_of(context: Any) -> int:
+    """How often Spark runs a task: a local master as often as its name says, `local[2,4]`, and else once."""
+    if context.master.startswith("local") and not context.master.startswith("local-cluster"):
+        _, _, said = context.master.rstrip("]").partition(",")
+        return int(said or 1)
+    return int(context.getConf().get("spark.task.maxFailures", "4"))
+
+
+def _spark_is_open() -> bool:
+    from shoal.engines.spark_session import active_context
+
+    return active_context() is not None
 
 
 def _close_spark() -> None:

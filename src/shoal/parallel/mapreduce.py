@@ -175,9 +175,7 @@ class MapReduce(Single):
         at_once = min(num_tasks, available_cores())
         write_atomically(folder / "spec.bin", encode_spec(self._spec(folder, num_steps, at_once)))
         tasks = [RoundTask(folder=str(folder), part=part) for part in range(num_tasks)]
-        run_tasks(
-            run_task, tasks, on=self._of.tasks_on, workers=at_once, attempts=ATTEMPTS, keeps_engine=True
-        )
+        run_tasks(run_task, tasks, on=self._of.tasks_on, workers=at_once, attempts=ATTEMPTS)
         found = [state_transfer.from_bytes(Path(task.result).read_bytes()) for task in tasks]
         self._average(found)
         self._optimizers = {str(task.part): task.result for task in tasks}

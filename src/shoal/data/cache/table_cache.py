@@ -131,6 +131,9 @@ class PassingBlocks:
         self._grown: list[int] = []
         self._begin(np.cumsum([0, *(block.num_rows for block in table.blocks)]))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PassingBlocks, (self._table,)
+
     def _begin(self, bounds: NDArray[np.int64]) -> None:
         self._bounds = bounds
         self._blocks = RecentBlocks(self._limit, name="decoded blocks")
@@ -194,7 +197,7 @@ class StoredRows:
     """A table's rows in a `RowStore`."""
 
     def __init__(self, table: Table, config: CacheConfig) -> None:
-        self._table = table
+        self._table, self._config = table, config
         self._bounds = np.cumsum([0, *(block.num_rows for block in table.blocks)])
         self._bad: dict[int, BadSample] = {}
         self._bad_of_block: dict[int, Mapping[int, BadSample]] = {}
@@ -233,6 +236,9 @@ class StoredRows:
             granted_bytes=self._placement.ram_bytes,
         )
         self._ahead = RowPrefetch(self._take, row_bytes=row_bytes, piece_bytes=piece_bytes(self._limit))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredRows, (self._table, self._config)  # a task of an engine decodes its own
 
     @property
     def looks_ahead(self) -> bool:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import job as jobs
+from shoal.config.job import Job
 from shoal.data import arguments
 from shoal.data.arguments import whole_number
 from shoal.data.mapreduce.identity import identity_of
@@ -47,12 +48,15 @@ from shoal.data.mapreduce.tasks import (
     Streamed,
     Tasks,
     finish_in_processes,
+    finish_on_engine,
 )
 from shoal.data.order import Order
 from shoal.data.reader import Reader
 from shoal.data.remote.peers import PeerHosts
 from shoal.data.sources.source import Source, name_of
 from shoal.data.stream import Stream
+from shoal.engines import registry
+from shoal.engines import tasks as engine_tasks
 from shoal.errors import ConfigError
 from shoal.runtime import scratch
 from shoal.runtime.serialization import decode
@@ -157,6 +161,7 @@ def map_reduce(
     batched: bool | int = False,
     key: str | None = None,
     workers: int = 1,
+    on: str = "",
     buffer_bytes: int = 64 << 20,
     timeout_s: float = 300.0,
     directory: str | os.PathLike[str] | None = None,
@@ -185,6 +190,8 @@ def map_reduce(
     root = Path(arguments.directory("map_reduce(directory=)", directory)) if directory is not None else None
     own = cached(identity, root) if identity is not None else None
     job = jobs.share()
+    if on:
+        _refuse_engine(on, job)
     parts = [part for part in (source, access[1] if access else None) if part is not None]
     called = [name_of(fn) for fn in (map, combine, reduce) if fn is not None]
     description = _digest([[part.describe() for part in parts], called, sizes])
@@ -210,7 +217,11 @@ def map_reduce(
     try:
         if is_complete(place, num_partitions):
             return Aggregate(place, num_partitions, was_reused=True)
-        if num_workers == 1:
+        if on:
+            folder = "directory=, a folder that all of them see at the same path" if root is None else ""
+            name = "key=, which names the data and functions" if own is None else ""
+            _finish_on_engine(tasks(0), on, num_workers, missing=folder or name)
+        elif num_workers == 1:
             tasks(0).finish()
         else:
             finish_in_processes(tasks, num_workers)
@@ -220,6 +231,33 @@ def map_reduce(
     if own is not None:
         sweep(own.parent, keep=own)
     return Aggregate(place, num_partitions, was_reused=False)
+
+
+def _refuse_engine(on: str, job: Job) -> None:
+    if job.num_workers > 1:
+        raise ConfigError(
+            f"map_reduce(on='{on}') runs the tasks on an engine, and the {job.num_workers} workers of this job share them themselves. "
+            "Nothing was computed; leave on= out, or call it in a script of one process."
+        )
+    engine_tasks.parse(on)
+
+
+def _finish_on_engine(tasks: Tasks, on: str, num_workers: int, *, missing: str) -> None:
+    """In a folder of this call alone: the tasks of an engine take no claims, by which other processes would let go of theirs."""
+    place = tasks.directory.absolute()  # tasks run in another directory
+    folder = place / f"{_ENGINE}{uuid.uuid4().hex}"
+    with engine_tasks.session(on):
+        if missing and not registry.is_local(on):
+            raise ConfigError(
+                f"map_reduce(on='{on}') runs tasks on several machines, which exchange files. Nothing was computed; give {missing}."
+            )
+        folder.mkdir(mode=0o700)
+        try:
+            finish_on_engine(tasks.within(folder), on, num_workers)
+            for name in tasks.part_names:
+                os.replace(folder / name, place / name)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _given(key: str, sizes: tuple[Any, ...]) -> str:
@@ -254,6 +292,7 @@ _MAX_BYTES = 8 << 30
 _MAX_IDLE_S = 30 * 86400.0
 _IN_USE_S = 3600.0
 _USED = "used"
+_ENGINE = "engine-"
 
 _num_calls: Counter[str] = Counter()
 
@@ -310,7 +349,7 @@ def sweep(root: Path, *, keep: Path, max_bytes: int = _MAX_BYTES, max_idle_s: fl
 
 
 def _last_used(entry: Path) -> float:
-    files = itertools.chain([entry / _USED], (entry / "claims").glob("*"))
+    files = itertools.chain([entry / _USED], (entry / "claims").glob("*"), entry.glob(f"{_ENGINE}*"))
     return max((file.stat().st_mtime for file in files if file.exists()), default=entry.stat().st_mtime)
 
 

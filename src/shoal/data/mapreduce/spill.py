@@ -16,6 +16,7 @@ import math
 import operator
 import os
 import struct
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -257,7 +258,7 @@ class RunWriter:
 
     def __init__(self, path: Path, num_partitions: int) -> None:
         self._path = path
-        self._beside = path.with_name(f".{path.name}.{os.getpid()}")
+        self._beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # other hosts may write here
         self._file: BinaryIO = open(self._beside, "wb", buffering=0)  # noqa: SIM115  closed in __exit__
         self._num_partitions = num_partitions
         self._stretches: list[Stretch] = []

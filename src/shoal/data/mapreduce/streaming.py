@@ -30,7 +30,7 @@ from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
 from shoal.data.files import SharedFiles
-from shoal.engines.tasks import run_tasks
+from shoal.engines.tasks import run_tasks, session
 from shoal.errors import ConfigError, DataError
 
 SPLIT_BYTES = 64 << 20
@@ -106,11 +106,12 @@ def map_reduce_lines(
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         mapping = _MapTask(config, str(folder), os.getcwd())
-        run_tasks(mapping, splits, on=on, workers=workers, attempts=config.max_attempts)
-        if config.reducer:
-            reducing = _ReduceTask(config, str(folder), os.getcwd(), len(splits))
-            numbers = range(config.num_reducers)
-            run_tasks(reducing, numbers, on=on, workers=workers, attempts=config.max_attempts)
+        with session(on):
+            run_tasks(mapping, splits, on=on, workers=workers, attempts=config.max_attempts)
+            if config.reducer:
+                reducing = _ReduceTask(config, str(folder), os.getcwd(), len(splits))
+                numbers = range(config.num_reducers)
+                run_tasks(reducing, numbers, on=on, workers=workers, attempts=config.max_attempts)
         (folder / "out").mkdir(exist_ok=True)
         (folder / "out" / "_SUCCESS").touch()
         os.rename(folder / "out", target)

@@ -19,10 +19,12 @@ import fcntl
 import itertools
 import operator
 import os
+import socket
 import struct
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +53,7 @@ from shoal.data.skipping import SkipLog
 from shoal.data.sources.source import name_of
 from shoal.data.stream import Stream
 from shoal.data.tree import Collate, collate
+from shoal.engines.tasks import run_tasks
 from shoal.errors import DataError, MapReduceFailed, MapReduceStalled, ShoalError, TaskKeepsDying
 from shoal.runtime import events
 from shoal.runtime.forkserver.client import ForkedServer, ForkRefused, ForkServerGone
@@ -194,6 +197,14 @@ _BEAT_EVERY = 64  # pairs
 _POLL_S = (0.005, 0.1)
 
 
+_Beat = Callable[[], None]
+_Run = Callable[[int, _Beat], None]
+
+
+def _no_beat() -> None:
+    """An engine watches its processes itself."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatePlan:
     """Definition of an aggregate. Its tasks follow from it alone, never from the processes that run them."""
@@ -274,7 +285,16 @@ class Tasks:
         there = set(os.listdir(self.directory))
         return [name for name in names if name not in there]
 
-    def _run_all(self, names: list[str], run: Callable[[int, Claim], None]) -> None:
+    def within(self, directory: Path) -> Tasks:
+        """The same tasks in another directory."""
+        return Tasks(self.plan, self._data, directory, run="", timeout_s=self._timeout_s)
+
+    def run(self, name: str) -> None:
+        """One task, without a claim: for an engine, which itself decides where it runs, and when again."""
+        kind = self._map if name in self.map_names else self._reduce
+        self._run(name, int(name[-5:]), _no_beat, kind)
+
+    def _run_all(self, names: list[str], run: _Run) -> None:
         at = self._first % max(1, len(names))
         turned = names[at:] + names[:at]
         pauses, watch = _growing(), self.watch()
@@ -302,8 +322,7 @@ class Tasks:
                 watch.look(left)
                 time.sleep(next(pauses))
 
-    def _attempt(self, name: str, number: int, claim: Claim, run: Callable[[int, Claim], None]) -> None:
-        """Run a task; retried after a system failure, not after an error of the user's function."""
+    def _attempt(self, name: str, number: int, claim: Claim, run: _Run) -> None:
         if claim.attempts:
             events.emit(
                 "map-reduce task run again", task=name, after=[attempt.who for attempt in claim.attempts]
@@ -311,15 +330,19 @@ class Tasks:
         if len(claim.attempts) >= _MAX_ATTEMPTS:
             who = [attempt.who for attempt in claim.attempts]
             raise TaskKeepsDying(task=name, what=self._described(name, number), attempts=who)
+        self._run(name, number, claim.beat, run)
+
+    def _run(self, name: str, number: int, beat: _Beat, run: _Run) -> None:
+        """Run a task; retried after a system failure, not after an error of the user's function."""
         self.current = name
         for pause_s in (*_RETRY_AFTER_S, None):
             try:
-                return run(number, claim)
+                return run(number, beat)
             except OSError as error:
                 if error.errno == errno.ENOSPC:
                     raise DataError(
                         f"the disk of {self.directory} is full: the task '{name}' of map_reduce could not write what it "
-                        "sorts. Its unfinished files were removed, finished tasks are kept; make room, or give another "
+                        "sorts. Its unfinished files were removed; make room, or give another "
                         "directory="
                     ) from error
                 if pause_s is None:
@@ -337,18 +360,18 @@ class Tasks:
         total, num_tasks = self._data.num_samples, self.plan.num_map_tasks
         return number * total // num_tasks, (number + 1) * total // num_tasks
 
-    def _map(self, number: int, claim: Claim) -> None:
+    def _map(self, number: int, beat: _Beat) -> None:
         plan, name = self.plan, self.map_names[number]
         buffer = SpillBuffer(
             self.directory,
-            f"{name}.{os.getpid()}",
+            f"{name}.{uuid.uuid4().hex}",  # other hosts may write here too
             combine=plan.combine,
             num_partitions=plan.num_partitions,
             max_bytes=plan.buffer_bytes,
         )
         try:
             for piece in self._data.pieces(*self._stretch(number)):
-                claim.beat()
+                beat()
                 try:
                     for number_of_pair, pair in enumerate(_pairs(plan.map(piece.value))):
                         if type(pair) is not tuple or len(pair) != 2:
@@ -358,7 +381,7 @@ class Tasks:
                             )
                         buffer.add(*pair)
                         if number_of_pair % _BEAT_EVERY == 0:
-                            claim.beat()
+                            beat()
                 except Exception as error:
                     error.add_note(f"raised by map_reduce's map({name_of(plan.map)}) for {piece.what}")
                     raise
@@ -366,18 +389,18 @@ class Tasks:
         finally:
             buffer.discard()
 
-    def _bring(self, number: int, claim: Claim) -> None:
+    def _bring(self, number: int, beat: _Beat) -> None:
         assert self._shuffle is not None
-        self._shuffle.bring_part(self.part_names[number], len(self.part_names), claim.beat)
+        self._shuffle.bring_part(self.part_names[number], len(self.part_names), beat)
 
-    def _inputs(self, number: int, claim: Claim) -> list[tuple[Path, int]] | None:
+    def _inputs(self, number: int, beat: _Beat) -> list[tuple[Path, int]] | None:
         """Files with this partition of what the map tasks gave; None where another host had it reduced already."""
         if self._shuffle is None:
             return [(self.directory / name, number) for name in self.map_names]
-        return self._shuffle.inputs(self.map_names, self.part_names[number], claim.beat)
+        return self._shuffle.inputs(self.map_names, self.part_names[number], beat)
 
-    def _reduce(self, number: int, claim: Claim) -> None:
-        inputs = self._inputs(number, claim)
+    def _reduce(self, number: int, beat: _Beat) -> None:
+        inputs = self._inputs(number, beat)
         if inputs is None:
             return
         with contextlib.ExitStack() as opened:
@@ -392,13 +415,13 @@ class Tasks:
                 records = merged_in_memory([file.load(partition) for file, partition in files])
             else:
                 records = merged([file.records(partition, check=True) for file, partition in files])
-            for encoded, result in self._results(records, claim):
+            for encoded, result in self._results(records, beat):
                 writer.add(0, encoded, encode_value(result))
 
-    def _results(self, records: Iterable[Record], claim: Claim) -> Iterator[tuple[bytes, Any]]:
+    def _results(self, records: Iterable[Record], beat: _Beat) -> Iterator[tuple[bytes, Any]]:
         reduce = self.plan.reduce
         for encoded, group in itertools.groupby(records, key=operator.itemgetter(0)):
-            claim.beat()
+            beat()
             found: Iterable[Any] = (decode(value) for _, value in group)
             if self.plan.combine is not None:
                 found = list(found)  # there is one per map task, and functions like to look twice
@@ -583,11 +606,15 @@ def _work(make_tasks: Callable[[int], Tasks], number: str, fds: dict[str, int]) 
         finally:
             task = tasks.current
     except Exception as error:
-        is_ours = isinstance(error, ShoalError)
-        text = "\n".join([str(error), *getattr(error, "__notes__", [])]) if is_ours else _shown(error)
-        os.write(fds["report"], msgspec.msgpack.encode(_Report(task, text[-_MAX_REPORT // 2 :], is_ours)))
+        os.write(fds["report"], msgspec.msgpack.encode(_report(task, error)))
         return 1
     return 0
+
+
+def _report(task: str, error: Exception) -> _Report:
+    is_ours = isinstance(error, ShoalError)
+    text = "\n".join([str(error), *getattr(error, "__notes__", [])]) if is_ours else _shown(error)
+    return _Report(task, text[-_MAX_REPORT // 2 :], is_ours)
 
 
 def _shown(error: Exception) -> str:
@@ -599,7 +626,36 @@ def _shown(error: Exception) -> str:
     return "".join(frames.format())
 
 
-def _error(report: _Report) -> Exception:
+def _error(report: _Report, on: str = "") -> Exception:
     if report.is_ours:
         return DataError(report.traceback)
-    return MapReduceFailed(traceback=report.traceback, task=report.task)
+    return MapReduceFailed(traceback=report.traceback, task=report.task, on=on)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTask:
+    """A task of an aggregate as one of Ray or Spark: a function of files that all their machines see."""
+
+    tasks: Tasks
+    on: str
+    directory: str
+    """In which the call was made: files of the data may be named from there."""
+
+    def __call__(self, name: str) -> None:
+        if not self.tasks.directory.is_dir():  # or the call has failed, and this task was left in the engine's queue
+            raise DataError(
+                f"a task of map_reduce does not see the folder {self.tasks.directory} on {socket.gethostname()}. Nothing of the result was "
+                f"written; give a directory= that all machines of {self.on} see at the same path."
+            )
+        try:
+            with contextlib.chdir(self.directory if os.path.isdir(self.directory) else "."):
+                self.tasks.run(name)
+        except Exception as error:  # most of shoal's own cannot be sent as they are
+            raise _error(_report(name, error), self.on) from None
+
+
+def finish_on_engine(tasks: Tasks, on: str, num_workers: int) -> None:
+    """Run all tasks on an engine; `num_workers` at once where that is started for it."""
+    task = EngineTask(tasks, on, os.getcwd())
+    run_tasks(task, tasks.map_names, on=on, workers=num_workers)
+    run_tasks(task, tasks.part_names, on=on, workers=num_workers)
