@@ -72,6 +72,13 @@ from shoal.train.calls import (
 from shoal.train.custom import loop_shape
 from shoal.train.custom.progress import LoopProgress
 from shoal.train.custom.script_state import DataPlace, Recovery
+from shoal.train.custom.weight_watch import (
+    WeightWatch,
+    act_on_sums,
+    digest,
+    inner_optimizers,
+    refuse_different,
+)
 from shoal.train.load_balance import refuse
 from shoal.train.profiling import PROFILER
 from shoal.train.progress import Position
@@ -265,6 +272,8 @@ class WorkerData:
             script.progress.step = self._lease.position.step
         for loop in script.loops:
             loop.sync()
+        _check_weights()
+        refuse_different_weights(self._loop.strategy.gather)
 
     def _leave_early(self) -> None:
         """As at the end of the data. A generator that is being closed cannot propagate exceptions:
@@ -320,11 +329,17 @@ class CustomLoop:
         if self.job.verify:
             self._verification = Verification(self.job.verify, rank=self.job.rank, is_own_loop=True)
         self.is_committing = False
+        self.inner: list[torch.optim.Optimizer] = []
+        """Optimizers that the given one wraps."""
+
+        self._watch: WeightWatch | None = None
+        self._has_stepped = False
         self.number = next_number()
 
     def about_to_run(self, part: Slice) -> None:
         """A slice is given to the script: models will run on it, up to the next commit."""
         if self.optimizer is not None:
+            self.check_weights()
             self._stepping.about_to_run()
             self._stepping.weigh(part)
             # On a mesh the loss is weighted before backward, otherwise the gradients after it.
@@ -340,7 +355,29 @@ class CustomLoop:
         """Put sums over the workers into `.grad`; the following commit only updates."""
         if script.slice is None:
             raise _no_batch_yet("the gradients were to be summed")
+        self.check_weights()
         self._stepping.sum_gradients(script.slice)
+        self.weights_are_equal()
+
+    def check_weights(self) -> None:
+        """Refuse weights that were changed from gradients of this worker alone."""
+        if self._watch is not None:
+            self._watch.check()
+
+    def weights_are_equal(self) -> None:
+        """No gradient of this worker alone is left from which the script could change them."""
+        if self._watch is not None:
+            self._watch.forget()
+
+    @property
+    def digest(self) -> int | None:
+        """Of weights that every worker has to the bit; None where it has not."""
+        job, name = self.job, strategies.parse(self.job.strategy)
+        if self._watch is None or name.axes is not None or job.num_hosts > 1 or "," in job.device:
+            return None  # other processors round differently
+        if name.has_servers and self._has_stepped:
+            return None  # a copy of the servers'
+        return digest(self.model)
 
     def epoch_begins(self) -> None:
         """Refuse a loop whose end shoal cannot detect, if workers have to meet there."""
@@ -400,6 +437,7 @@ class CustomLoop:
         fingerprint_at_end(model)
         refuse_hooks(self.job, model)
         refuse_lookups(self.job, model)
+        self.inner = inner_optimizers(optimizer)
         axes = strategies.parse(self.job.strategy).axes
         is_cut, in_stages = axes is not None, axes is not None and axes.pp != 1
         self.strategy.prepare(
@@ -421,20 +459,46 @@ class CustomLoop:
         if isinstance(self.strategy, Leased):
             self._begin_apart()
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
+        for inner in self.inner if is_cut else ():
+            if any(id(p) not in self.parameter_ids for group in inner.param_groups for p in group["params"]):
+                raise ConfigError(
+                    f"'{self.job.strategy}' partitions the parameters, and the {type(inner).__name__} within the {type(optimizer).__name__} holds "
+                    "them in groups of its own. Nothing was trained; let both have the same param_groups, or use --strategy ddp."
+                )
+        trains_apart = isinstance(self.strategy, (Leased, PeriodicSync))
+        if not is_cut and not trains_apart and (self.job.num_workers > 1 or self.job.verify):
+            self._watch = WeightWatch(model)
+        if not script.checks_at_end:
+            script.checks_at_end = True
+            session.at_end(_check_weights)
         # With a fused optimizer a GradScaler would look for infinities in this worker's gradients alone,
         # and skip within its kernel: make the scaler use `unscale_`, which sums first.
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        for each in (optimizer, *self.inner):
+            self._commit_at_step_of(each)
+        if self.job.num_workers > 1:
+            act_on_sums(optimizer, self.sum_gradients)
+        if self.inner:
+            script.recovery.give_up(
+                self.strategy.replay_log,
+                f"a {type(optimizer).__name__} holds another optimizer, whose state is not handed to a new worker",
+            )
+
+    def _commit_at_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         update = optimizer.step
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
             if self.is_committing:
-                return update()
+                return self._update() if optimizer is self.optimizer else update()
             if closure is not None:
                 raise ConfigError(
                     "optimizer.step(closure) runs the model several times per update, which no strategy can cut. Use "
                     "an optimizer that steps without a closure."
                 )
+            self._update: Callable[[], Any] = (
+                update  # of the wrapper, or of an optimizer that it steps by itself
+            )
             return self._commit()
 
         # Schedulers mark the step function they have seen, and expect a bound method.
@@ -460,6 +524,7 @@ class CustomLoop:
     def _commit(self) -> None:
         if script.slice is None:
             raise _no_batch_yet("optimizer.step() was called")
+        self.check_weights()
         script.about_to_commit(self)
         self._control.leave = asked_to_leave() is not None
         self._stepping.adopt(script.slice)
@@ -468,6 +533,9 @@ class CustomLoop:
             result = self.strategy.commit()
         finally:
             self.is_committing = False
+        self._has_stepped = True
+        for loop in script.loops:  # a step of one model may end with a change of another's weights
+            loop.weights_are_equal()
         script.ended = script.ended or result.leave
         num_samples = sum(data.stepped() for data in script.data)
         updates = max((each.updates for each in script.open if each.updates is not None), default=None)
@@ -519,6 +587,8 @@ class Script:
 
     committed: CustomLoop | None = None
     """Took a step since then."""
+
+    checks_at_end: bool = False
 
     @property
     def takes_whole_batches(self) -> bool:
@@ -720,6 +790,18 @@ def log(**values: Any) -> None:
     sums = sums if script.takes_whole_batches else reduce(sums)
     means = (sums[:, 0] / sums[:, 1]).tolist()
     script.progress.log(dict(zip(values, means, strict=True)))
+
+
+def _check_weights() -> None:
+    for loop in script.loops:
+        loop.check_weights()
+
+
+def refuse_different_weights(gather: Callable[[Tensor], list[Tensor]]) -> None:
+    """Refuse models that each worker has trained for itself. Collective."""
+    digests = [found for loop in script.loops if (found := loop.digest) is not None]
+    if digests and jobs.num_workers() > 1:
+        refuse_different(digests, gather)
 
 
 def _no_batch_yet(what: str) -> ConfigError:
