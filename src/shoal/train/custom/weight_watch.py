@@ -36,6 +36,10 @@ class WeightWatch:
         for name, version in self._versions.items():
             self._refuse_written(name, version)
 
+    def accept(self) -> None:
+        """The strategy itself has written the weights: pulled them from servers."""
+        self._versions = {name: self._parameters[name]._version for name in self._versions}
+
     def _note(self, name: str, parameter: Tensor) -> None:
         if not own_gradients.rests():
             self.was_reached = True
