@@ -39,7 +39,7 @@ _SHAPES = ("ViewBackward", "ReshapeAliasBackward", "UnsafeViewBackward", "Squeez
 def mark_exact(loss: Tensor) -> None:
     """This loss was divided by the count of all workers."""
     if loss.grad_fn is not None:
-        loss.grad_fn.metadata[_EXACT] = True
+        loss.grad_fn.metadata[_EXACT] = True  # type: ignore[index]  # a property in C
 
 
 def counted_share(losses: Iterable[Tensor], num_samples: int) -> float:
@@ -88,7 +88,7 @@ def _share_of(node: Any, num_samples: int) -> float | None:
                 f"counts is unknown. Nothing of this step was applied; {CURE}."
             )
         source = num_targets / (selected or 1.0)
-        return _value(node._saved_total_weight) / max(source, num_samples) if num_targets else 0.0
+        return _value(node._saved_total_weight) / float(max(source, num_samples)) if num_targets else 0.0
     if _is_named(node, ("MeanBackward",)) and inner:
         return _selected(inner[0], num_samples)
     if not _is_named(node, ("DivBackward",)) or len(inner) != 1:
@@ -101,7 +101,7 @@ def _share_of(node: Any, num_samples: int) -> float | None:
     ):
         [summed] = _children(summed)
     if getattr(summed, "_saved_reduction", None) == _SUM and hasattr(summed, "_saved_total_weight"):
-        return _value(node._saved_other) / summed._saved_target.numel()
+        return _value(node._saved_other) / float(summed._saved_target.numel())
     if not _is_named(summed, ("SumBackward",)):
         return None
     while _is_named(summed, ("SumBackward",)):
@@ -119,15 +119,15 @@ def _selected(node: Any, num_samples: int) -> float | None:
     if node is None:
         return None
     if _is_named(node, ("MaskedSelectBackward",)):
-        return _size_of(node) / node._saved_self.numel()
+        return _size_of(node) / float(node._saved_self.numel())
     if _is_named(node, ("IndexSelectBackward",)):
-        return _size_of(node) / math.prod(node._saved_self_sym_sizes)
+        return _size_of(node) / float(math.prod(node._saved_self_sym_sizes))
     if _is_named(node, ("IndexBackward",)):
         indices = [index for index in node._saved_indices if index is not None]
         if any(index.dtype is torch.bool for index in indices):
-            return _size_of(node) / math.prod(node._saved_self_sym_sizes)
+            return _size_of(node) / float(math.prod(node._saved_self_sym_sizes))
         # One element of each row, as in `log_probabilities[range(n), labels]`, is the whole.
-        return max(index.numel() for index in indices) / num_samples
+        return float(max(index.numel() for index in indices)) / num_samples
     return None
 
 
