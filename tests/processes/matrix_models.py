@@ -6,6 +6,7 @@ function of a seed and in float64, so that a test can ask for equality.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -356,15 +357,15 @@ class Interactions(nn.Module):
         self.bags = nn.ModuleList(
             nn.EmbeddingBag(num_rows, 4, mode="sum") for num_rows in np.array([9, 7, 5])
         )
-        self.bottom = self._layers(np.array([6, 8, 4]), nn.ReLU())
-        self.top = self._layers(np.array([4 + 6, 8, 1]), nn.Sigmoid())
+        self.bottom = self._layers(np.array([6, 12, 4]), nn.ReLU())
+        self.top = self._layers(np.array([4 + 6, 12, 1]), nn.Sigmoid())
         for layer in self.modules():
             if isinstance(layer, (nn.Linear, nn.EmbeddingBag)):
                 layer.weight.data = torch.tensor(0.5 * generator.standard_normal(layer.weight.shape))
 
     def _layers(self, sizes: Any, last: nn.Module) -> nn.Sequential:
         layers = nn.ModuleList()
-        for before, after in zip(sizes[:-1], sizes[1:], strict=True):
+        for before, after in itertools.pairwise(sizes):
             layers.append(nn.Linear(int(before), int(after)))
             layers.append(last if after == sizes[-1] else nn.ReLU())
         return nn.Sequential(*layers)
