@@ -80,7 +80,7 @@ def train(
     predicted = trainer.predict(data.batch(BATCH))
     tensors = {piece.name: piece.tensor.detach().to("cpu", copy=True) for piece in trainer.strategy.state()}
     assert name != "own loss" or (type(predicted) is Scored and list(predicted) == ["logits"])
-    for number, tensor in enumerate(leaves(predicted)):
+    for number, tensor in enumerate(each for each in leaves(predicted) if each is not None):
         tensors[f"predicted/{number}"] = tensor.to("cpu", copy=True)
     if keep is not None:
         trainer.save_checkpoint(str(keep))

@@ -6,6 +6,7 @@ function of a seed and in float64, so that a test can ask for equality.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -262,6 +263,18 @@ class OwnLossGpt(Gpt):
         return Scored(loss=F.cross_entropy(logits, labels), logits=logits)
 
 
+class PairGpt(Gpt):
+    """Gives logits and loss as a pair; without targets, logits of the last position and no loss."""
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        x = self.norm(self.blocks(self.embed(ids) + self.positions(self.at)))
+        if targets is None:
+            return self.head(x[:, [-1], :]), None
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
+        return logits, loss
+
+
 class TreeLstm(nn.Module):
     """A binary Tree-LSTM: each node is computed from its two children, each with a forget gate of its own.
 
@@ -335,6 +348,40 @@ class ClickModel(nn.Module):
         return out.squeeze(1)
 
 
+class Interactions(nn.Module):
+    """Products of all pairs of bags and dense features; sizes are numpy's, and weights are written through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = np.random.default_rng(0)
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(num_rows, 4, mode="sum") for num_rows in np.array([9, 7, 5])
+        )
+        self.bottom = self._layers(np.array([6, 12, 4]), nn.ReLU())
+        self.top = self._layers(np.array([4 + 6, 12, 1]), nn.Sigmoid())
+        for layer in self.modules():
+            if isinstance(layer, (nn.Linear, nn.EmbeddingBag)):
+                layer.weight.data = torch.tensor(0.5 * generator.standard_normal(layer.weight.shape))
+
+    def _layers(self, sizes: Any, last: nn.Module) -> nn.Sequential:
+        layers = nn.ModuleList()
+        for before, after in itertools.pairwise(sizes):
+            layers.append(nn.Linear(int(before), int(after)))
+            layers.append(last if after == sizes[-1] else nn.ReLU())
+        return nn.Sequential(*layers)
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        x = self.bottom(dense)
+        rows = [bag(ids[:, column]) for column, bag in enumerate(self.bags)]
+        num_rows, width = x.shape
+        stacked = torch.cat([x, *rows], dim=1).view((num_rows, -1, width))
+        products = torch.bmm(stacked, stacked.transpose(1, 2))
+        _, count, _ = products.shape
+        first = torch.tensor([i for i in range(count) for _ in range(i)])
+        second = torch.tensor([j for i in range(count) for j in range(i)])
+        return self.top(torch.cat([x, products[:, first, second]], dim=1))
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with what it is trained on."""
@@ -402,6 +449,18 @@ CASES: dict[str, Case] = {
     "bert": Case(Bert, _masked_words(), nn.CrossEntropyLoss(), _adam),
     "gpt": Case(Gpt, (_TEXT[:, :-1], _TEXT[:, 1:]), nn.CrossEntropyLoss(), _adam),
     "own loss": Case(OwnLossGpt, _LABELLED, "model", _adam),
+    "pair": Case(
+        PairGpt,
+        {"ids": _LABELLED["ids"], "targets": _LABELLED["labels"].clamp(min=-1)},
+        "model",
+        _adam,
+    ),
+    "interactions": Case(
+        Interactions,
+        ({"dense": _DENSE[:, :6], "ids": _IDS[:, :3] % 5}, _CLICKED[:, None]),
+        nn.BCELoss(),
+        _sgd,
+    ),
     "blocks": Case(Blocks, (_IMAGES[..., :8, :8], _LABELS), nn.CrossEntropyLoss(), _sgd, mixes=True),
     "tree": Case(TreeLstm, (*random_trees(), _LABELS), nn.CrossEntropyLoss(), _sgd),
     "clicks": Case(ClickModel, ({"dense": _DENSE, "ids": _IDS}, _CLICKED), nn.BCEWithLogitsLoss(), _adagrad),

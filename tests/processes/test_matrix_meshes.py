@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.matrix] if IS_WHOLE else []
 
 ALL = tuple(CASES)
 SOME = ("lstm", "resnet", "vgg with dropout", "gpt", "clicks")
-OTHERS = ("mlp", "vgg", "vae", "bert", "own loss", "tree", "blocks")
+OTHERS = ("mlp", "vgg", "vae", "bert", "own loss", "pair", "interactions", "tree", "blocks")
 
 LAUNCHES: list[tuple[str, int, tuple[str, ...]]] = [
     ("fsdp", 2, OTHERS),
     ("fsdp", 3, ("lstm", "resnet", "vgg with dropout")),
     ("fsdp", 4, ("gpt", "clicks")),
     ("tp", 2, SOME),
-    ("tp", 3, ("vgg", "vae", "own loss", "tree")),
+    ("tp", 3, ("vgg", "vae", "own loss", "pair", "interactions", "tree")),
     ("tp", 4, ("mlp", "bert", "blocks")),
     ("pp", 2, ("gpt", "clicks")),
     ("pp", 3, OTHERS),

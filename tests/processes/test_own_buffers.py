@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import torch
 from launched import Launched
+from safetensors.torch import load_file
 
 from shoal.config.faults import Faults
 
@@ -55,3 +58,34 @@ def test_a_buffer_that_no_average_gets_right_is_named_at_the_first_step(
     assert "note: forward changes 'centre' otherwise by parts of a batch than by all of it" in done.stderr
     told = launch_script(SCRIPT.replace(".batch(10)", ".batch(20)"), workers=3)
     assert "note: forward changes" not in told.stderr
+
+
+SPECTRAL = """
+import sys, torch, shoal
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+torch.manual_seed(0)
+x = torch.randn(22, 6, dtype=torch.float64)
+model = nn.Sequential(
+    spectral_norm(nn.Linear(6, 12)), nn.Tanh(), spectral_norm(nn.Linear(12, 12)), nn.Tanh(), nn.Linear(12, 2)
+).double()
+trainer = shoal.Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+trainer.fit(shoal.Dataset.from_arrays((x, (x.sum(1) > 0).long())).batch(8), epochs=2)
+trainer.save(sys.argv[1])
+"""
+
+
+def test_stages_with_spectral_norms_train_as_one_process(
+    launch_script: Callable[..., Launched], tmp_path: Path
+) -> None:
+    trained = []
+    for workers, strategy in ((1, "single"), (2, "pp")):
+        folder = tmp_path / strategy
+        done = launch_script(SPECTRAL, workers=workers, strategy=strategy, args=(str(folder),))
+        assert done.exit_code == 0, done.error
+        trained.append(load_file(next(folder.glob("*.safetensors"))))
+    one, two = trained
+    assert one.keys() == two.keys()
+    for name, expected in one.items():
+        torch.testing.assert_close(two[name], expected, rtol=1e-9, atol=1e-11, msg=name)

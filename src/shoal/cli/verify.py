@@ -184,7 +184,8 @@ class VerifyRuns:
         if dump is None:
             raise ConfigError(
                 f"the script '{self.config.script}' ended without training, so there is nothing to compare: it neither "
-                "called Trainer.fit nor stepped the optimizer that shoal.setup returned. Nothing was changed; check "
+                "called Trainer.fit nor stepped the optimizer that shoal.setup returned (weights that the script writes itself are no step). "
+                "Nothing was changed; check "
                 "that it trains when it is run with these arguments."
             )
         is_cut = strategies.num_slices(config.strategy or "ddp", config.workers) > 1

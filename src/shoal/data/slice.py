@@ -76,6 +76,9 @@ class Slice:
     num_asked: int | None = None
     """This worker's samples before bad ones were left out; None where none was."""
 
+    counted_share: float = 1.0
+    """Share of the targets of this slice that the loss of a script's own loop counts; ignored labels and masks leave some out."""
+
     places: tuple[int, ...] | None = None
     """Position of each local sample within the global batch, where bad ones between them were left out; else they follow `first`."""
 
@@ -86,6 +89,11 @@ class Slice:
     @property
     def borrowed(self) -> bool:
         return self.num_local == 0
+
+    @property
+    def num_counted(self) -> float:
+        """Samples, as far as the loss counts their targets."""
+        return self.num_local * self.counted_share
 
     @property
     def inputs(self) -> Tree:

@@ -253,7 +253,7 @@ class Ddp:
     def weigh(self, batch: Slice) -> None:
         """Weight the user's own backward from now on by this slice's share of the global batch."""
         assert self._own is not None
-        self._own.weight = batch.num_local / batch.num_global
+        self._own.weight = batch.num_counted / batch.num_global
 
     def sum_gradients(self, batch: Slice) -> None:
         """Exchange the gradients of the user's own backward now: `commit` then only updates."""
@@ -268,7 +268,7 @@ class Ddp:
         assert buckets is not None
         for attempt in exchange.attempts():
             with attempt as group:
-                count = torch.tensor([float(batch.num_local)], dtype=torch.float64)
+                count = torch.tensor([batch.num_counted], dtype=torch.float64)
                 work = group.start_all_reduce(count)
                 buckets.arm(group)
                 buckets.finish()
@@ -281,7 +281,7 @@ class Ddp:
                 {"count": float(count), "gradients": [_kept(p.grad) for p in own.parameters]}
             )
         result: dict[str, Any] = exchange.result
-        # Backward divided by samples; bad ones may have been skipped.
+        # Backward divided by samples; bad ones may have been skipped, or labels ignored.
         factor = num_global / result["count"] if result["count"] else 0.0
         gradients = [
             given.to(p.device) if (given := _given(kept)) is not None else None
@@ -300,7 +300,7 @@ class Ddp:
             return
         self._own.check()
         self._num_global = batch.num_global
-        loss = LossSum(torch.zeros(()), float(batch.num_local), None)
+        loss = LossSum(torch.zeros(()), batch.num_counted, None)
         self._contribute(loss, batch.share, with_gradients=not self._is_summed)
 
     @property

@@ -70,7 +70,7 @@ from shoal.parallel.state import (
     ties_of,
     whole_pieces,
 )
-from shoal.parallel.step import StepExchange
+from shoal.parallel.step import StepExchange, gradients_of, scale
 from shoal.parallel.tensor_parallel import cut as tensor_cut
 from shoal.parallel.tensor_parallel import dtensor_fixes
 from shoal.parallel.tensor_parallel import plan as tensor_plan
@@ -309,11 +309,12 @@ class MeshParallel(Ddp):
 
     def weigh(self, batch: Slice) -> None:
         self._own_slice = batch
-        self._own_forward.weight = batch.num_local / batch.num_global
+        self._own_forward.weight = batch.num_counted / batch.num_global
 
     def sum_gradients(self, batch: Slice) -> None:
         """Backward has summed the gradients; if samples were skipped, its divisor was too large."""
-        [count] = self.reduce(torch.tensor([float(batch.num_local)], dtype=torch.float64)).tolist()
+        mine = torch.tensor([float(batch.num_local), batch.num_counted], dtype=torch.float64)
+        count, counted = self.reduce(mine).tolist()
         if count != batch.num_global:
             raise TrainingError(
                 f"samples of a batch of {batch.num_global} were left out, and under '{self._axes}' its gradients are divided by the rest "
@@ -321,6 +322,7 @@ class MeshParallel(Ddp):
             )
         tensor_cut.match_placements(self._parameters)
         self._sum_ties()
+        scale(gradients_of(self._parameters), count / counted if counted else 0.0)
 
     def _sum_ties(self) -> None:
         """Once per step: after it a tied weight has the gradient of all stages."""
@@ -338,7 +340,7 @@ class MeshParallel(Ddp):
         self._sum_ties()
         self._are_tied = False
         self._num_global = batch.num_global
-        self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None), batch.share)
+        self._contribute(LossSum(torch.zeros(()), batch.num_counted, None), batch.share)
 
     def _make_compute(self, job: TrainJob) -> Compute:
         # Backward is collective: a borrowed sample runs it too.

@@ -126,7 +126,7 @@ class OwnForward:
             )
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
-        return _Output.apply(leaf, self.weight != 0.0)  # type: ignore[no-untyped-call]
+        return _Output.apply(leaf, lambda: self.weight != 0.0)  # type: ignore[no-untyped-call]
 
     def _refuse_alone(self, name: str) -> Callable[[nn.Module, Any], None]:
         def check(module: nn.Module, args: Any) -> None:
@@ -142,16 +142,16 @@ class OwnForward:
 
 
 class _Output(torch.autograd.Function):
-    """Marks the end of the model. A borrowed sample contributes nothing, NaN or not."""
+    """Marks the end of the model. A borrowed sample, and a slice without labels, contributes nothing, NaN or not."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, counts: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, counts: Callable[[], bool]) -> Tensor:
         ctx.counts = counts
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return (gradient if ctx.counts else torch.zeros_like(gradient)), None
+        return (gradient if ctx.counts() else torch.zeros_like(gradient)), None
 
 
 _MARK = "_OutputBackward"

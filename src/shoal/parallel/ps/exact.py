@@ -178,7 +178,7 @@ class Ps:
     def weigh(self, batch: Slice) -> None:
         """Weight the user's own backward from now on by this slice's share of the global batch."""
         assert self._own is not None
-        self._own.weight = weight = batch.num_local / batch.num_global
+        self._own.weight = weight = batch.num_counted / batch.num_global
         for module in self._rows:
             module.weight = weight
 
@@ -191,6 +191,7 @@ class Ps:
             self._own.check()
         mine = {
             "count": float(batch.num_local),
+            "counted": batch.num_counted,
             "gradients": [
                 p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
                 for p in self._own.parameters
@@ -205,10 +206,13 @@ class Ps:
                 "rest only when it updates, after they were clipped. Nothing of this step was applied; repair the data, or use "
                 "--strategy ddp."
             )
+        counted = sum(rank["counted"] for rank in ranks)
+        factor = batch.num_global / counted if counted else 0.0  # labels were ignored
         sums: list[Tensor | None] = []
         for parts in zip(*(rank["gradients"] for rank in ranks), strict=True):
             there = [part for part in parts if part is not None]
-            sums.append(functools.reduce(torch.add, there) if there else None)
+            total = functools.reduce(torch.add, there) if there else None
+            sums.append(total if total is None or factor == 1.0 else total * factor)
         own = self._own.parameters
         self._own.summed([g.to(p.device) if g is not None else None for p, g in zip(own, sums, strict=True)])
 
@@ -227,7 +231,7 @@ class Ps:
         self._begin()
         if self._own.is_summed and self._rank:
             self._own.forget()  # rank 0 pushes the sum
-        self._contribute(LossSum(torch.zeros(()), float(batch.num_local), None))
+        self._contribute(LossSum(torch.zeros(()), batch.num_counted, None))
 
     def prefetch(self, batch: Slice) -> None:
         """Note the next batch: its rows can be requested as soon as this step is pushed."""

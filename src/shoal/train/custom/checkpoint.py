@@ -109,6 +109,7 @@ def checkpoint(*, every: int = 1, **values: Any) -> str | None:
     """
     loops = _loops("shoal.checkpoint")
     check_limit("every", every)
+    _refuse_unsaved(loops, values)
     _tell_once(values)
     if custom.script.takes_whole_batches:  # workers come here at different steps
         if custom.script.ended:
@@ -139,6 +140,7 @@ def _save(loops: list[CustomLoop], values: dict[str, Any]) -> str:
     tensors: dict[str, Tensor] = {}
     plain = {name: _apart(_state_of(value), f"{_VALUES}{name}", tensors) for name, value in values.items()}
     _refuse_different(plain, tensors, strategy.gather)
+    custom.refuse_different_weights(strategy.gather)
     pieces = [piece for number, loop in enumerate(loops) for piece in _pieces(loop, number)]
     pieces += [_piece(name, tensor) for name, tensor in tensors.items()]
     random, drawn = _apart(note_generators(), _RANDOM + "of", tensors := {}), torch.get_rng_state()
@@ -344,6 +346,18 @@ def _tell_once(values: dict[str, Any]) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _refuse_unsaved(loops: list[CustomLoop], values: dict[str, Any]) -> None:
+    named = {id(value) for value in values.values()}
+    for loop in loops:
+        for inner in loop.inner:
+            if id(inner) not in named:
+                raise ConfigError(
+                    f"shoal.checkpoint saves the state of the {type(loop.optimizer).__name__} that shoal.setup was given, and not that of the "
+                    f"{type(inner).__name__} within it. Nothing was saved; name that one too, here and in shoal.resume: "
+                    "shoal.checkpoint(..., inner=optimizer.base_optimizer)."
+                )
 
 
 def _leave(path: str | None) -> None:

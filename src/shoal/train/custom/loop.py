@@ -13,11 +13,13 @@ several batches may be accumulated into one step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, FunctionType
@@ -39,7 +41,7 @@ from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.errors import CheckpointError, ConfigError, Interrupted, TrainingError
-from shoal.parallel import create, gathering
+from shoal.parallel import create, gathering, own_gradients
 from shoal.parallel.compute import place as place_on
 from shoal.parallel.compute import seed_all
 from shoal.parallel.gathering import GatherScope
@@ -70,9 +72,16 @@ from shoal.train.calls import (
     refuse_hooks,
     refuse_lookups,
 )
-from shoal.train.custom import loop_shape
+from shoal.train.custom import counted_share, loop_shape
 from shoal.train.custom.progress import LoopProgress
 from shoal.train.custom.script_state import DataPlace, Recovery
+from shoal.train.custom.weight_watch import (
+    WeightWatch,
+    act_on_sums,
+    digest,
+    inner_optimizers,
+    refuse_different,
+)
 from shoal.train.load_balance import refuse
 from shoal.train.profiling import PROFILER
 from shoal.train.progress import Position
@@ -206,8 +215,11 @@ class WorkerData:
                 if self not in script.data:
                     script.data.append(self)
                 self.num_local = part.num_local
+                _check_weights()
                 for loop in script.loops:
                     loop.about_to_run(part)
+                for loop in script.loops:  # a strategy pulls the weights of several models at once
+                    loop.accept_weights()
                 if job.num_workers > 1:  # else every worker would draw the same dropout
                     seed_all(mix(self._seed, job.data_rank, epoch, part.start), self._loop.device)
                 failpoint(BEFORE_FORWARD, self._loop.strategy.step + 1)
@@ -266,6 +278,10 @@ class WorkerData:
             script.progress.step = self._lease.position.step
         for loop in script.loops:
             loop.sync()
+        _check_weights()
+        for loop in script.loops:  # a call between two epochs may pull weights again
+            loop.weights_are_equal()
+        refuse_different_weights(self._loop.strategy.gather)
 
     def _leave_early(self) -> None:
         """As at the end of the data. A generator that is being closed cannot propagate exceptions:
@@ -321,11 +337,18 @@ class CustomLoop:
         if self.job.verify:
             self._verification = Verification(self.job.verify, rank=self.job.rank, is_own_loop=True)
         self.is_committing = False
+        self.inner: list[torch.optim.Optimizer] = []
+        """Optimizers that the given one wraps."""
+
+        self._watch: WeightWatch | None = None
+        self._has_stepped = False
+        self._shares: list[float] = []  # counted by each backward since the last commit
         self.number = next_number()
 
     def about_to_run(self, part: Slice) -> None:
         """A slice is given to the script: models will run on it, up to the next commit."""
         if self.optimizer is not None:
+            self._refuse_uneven()
             self._stepping.about_to_run()
             self._stepping.weigh(part)
             # On a mesh the loss is weighted before backward, otherwise the gradients after it.
@@ -341,7 +364,68 @@ class CustomLoop:
         """Put sums over the workers into `.grad`; the following commit only updates."""
         if script.slice is None:
             raise _no_batch_yet("the gradients were to be summed")
-        self._stepping.sum_gradients(script.slice)
+        self.check_weights()
+        self._stepping.sum_gradients(self._with_share(script.slice))
+        self._shares.clear()
+        self.weights_are_equal()
+
+    @property
+    def _takes_shares(self) -> bool:
+        """Whether gradients are weighted by what their loss counts: not where a worker steps by its own gradient."""
+        return self.job.num_workers > 1 and not isinstance(self.strategy, (Leased, PeriodicSync))
+
+    def backward_begins(self, part: Slice, share: float) -> None:
+        if self.optimizer is None or not self._takes_shares:
+            return
+        if not self.has_gradients:
+            self._shares.clear()  # the script has dropped them
+        if self._watch is not None:
+            self._watch.was_reached = False
+        self._stepping.weigh(dataclasses.replace(part, counted_share=share))
+
+    def backward_ended(self, share: float) -> None:
+        if self.optimizer is None or not self._takes_shares:
+            return
+        if self._watch is None or self._watch.was_reached:
+            self._shares.append(share)
+            self._refuse_uneven(most=1)
+
+    def _refuse_uneven(self, most: int = 0) -> None:
+        """Refuse to add up gradients whose losses count a slice differently: one divisor is exchanged with a step."""
+        if len(self._shares) > most and any(share != 1.0 for share in self._shares) and self.has_gradients:
+            raise ConfigError(
+                "gradients of several losses or batches are accumulated into one step, and one of the losses left out labels, weighted classes or "
+                "averaged over a mask: how much each counts is only known at the step. Nothing of this step was applied; "
+                f"{counted_share.CURE}."
+            )
+
+    def _with_share(self, part: Slice) -> Slice:
+        return dataclasses.replace(part, counted_share=self._shares[0]) if len(self._shares) == 1 else part
+
+    def check_weights(self) -> None:
+        """Refuse weights that were changed from gradients of this worker alone."""
+        if self._watch is not None:
+            self._watch.check()
+
+    def accept_weights(self) -> None:
+        """The strategy itself has written the weights."""
+        if self._watch is not None:
+            self._watch.accept()
+
+    def weights_are_equal(self) -> None:
+        """No gradient of this worker alone is left from which the script could change them."""
+        if self._watch is not None:
+            self._watch.forget()
+
+    @property
+    def digest(self) -> int | None:
+        """Of weights that every worker has to the bit; None where it has not."""
+        job, name = self.job, strategies.parse(self.job.strategy)
+        if self._watch is None or name.axes is not None or job.num_hosts > 1 or "," in job.device:
+            return None  # other processors round differently
+        if name.has_servers and self._has_stepped:
+            return None  # a copy of the servers'
+        return digest(self.model)
 
     def epoch_begins(self) -> None:
         """Refuse a loop whose end shoal cannot detect, if workers have to meet there."""
@@ -401,6 +485,7 @@ class CustomLoop:
         fingerprint_at_end(model)
         refuse_hooks(self.job, model)
         refuse_lookups(self.job, model)
+        self.inner = inner_optimizers(optimizer)
         axes = strategies.parse(self.job.strategy).axes
         is_cut, in_stages = axes is not None, axes is not None and axes.pp != 1
         self.strategy.prepare(
@@ -421,21 +506,49 @@ class CustomLoop:
             script.recovery.stop_noting()  # no worker is replaced alone
         if isinstance(self.strategy, Leased):
             self._begin_apart()
+        if self._takes_shares:
+            watch_backward()
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
+        for inner in self.inner if is_cut else ():
+            if any(id(p) not in self.parameter_ids for group in inner.param_groups for p in group["params"]):
+                raise ConfigError(
+                    f"'{self.job.strategy}' partitions the parameters, and the {type(inner).__name__} within the {type(optimizer).__name__} holds "
+                    "them in groups of its own. Nothing was trained; let both have the same param_groups, or use --strategy ddp."
+                )
+        trains_apart = isinstance(self.strategy, (Leased, PeriodicSync))
+        if not is_cut and not trains_apart and (self.job.num_workers > 1 or self.job.verify):
+            self._watch = WeightWatch(model)
+        if not script.checks_at_end:
+            script.checks_at_end = True
+            session.at_end(_check_weights)
         # With a fused optimizer a GradScaler would look for infinities in this worker's gradients alone,
         # and skip within its kernel: make the scaler use `unscale_`, which sums first.
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        for each in (optimizer, *self.inner):
+            self._commit_at_step_of(each)
+        if self.job.num_workers > 1:
+            act_on_sums(optimizer, self.sum_gradients)
+        if self.inner:
+            script.recovery.give_up(
+                self.strategy.replay_log,
+                f"a {type(optimizer).__name__} holds another optimizer, whose state is not handed to a new worker",
+            )
+
+    def _commit_at_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         update = optimizer.step
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
             if self.is_committing:
-                return update()
+                return self._update() if optimizer is self.optimizer else update()
             if closure is not None:
                 raise ConfigError(
                     "optimizer.step(closure) runs the model several times per update, which no strategy can cut. Use "
                     "an optimizer that steps without a closure."
                 )
+            self._update: Callable[[], Any] = (
+                update  # of the wrapper, or of an optimizer that it steps by itself
+            )
             return self._commit()
 
         # Schedulers mark the step function they have seen, and expect a bound method.
@@ -461,14 +574,19 @@ class CustomLoop:
     def _commit(self) -> None:
         if script.slice is None:
             raise _no_batch_yet("optimizer.step() was called")
+        self.check_weights()
         script.about_to_commit(self)
         self._control.leave = asked_to_leave() is not None
-        self._stepping.adopt(script.slice)
+        self._stepping.adopt(self._with_share(script.slice))
+        self._shares.clear()
         self.is_committing = True
         try:
             result = self.strategy.commit()
         finally:
             self.is_committing = False
+        self._has_stepped = True
+        for loop in script.loops:  # a step of one model may end with a change of another's weights
+            loop.weights_are_equal()
         script.ended = script.ended or result.leave
         num_samples = sum(data.stepped() for data in script.data)
         updates = max((each.updates for each in script.open if each.updates is not None), default=None)
@@ -520,6 +638,13 @@ class Script:
 
     committed: CustomLoop | None = None
     """Took a step since then."""
+
+    checks_at_end: bool = False
+    backward: tuple[weakref.ref[Tensor], float] | None = None
+    """Loss of the newest backward, and the share of its targets that it counted."""
+
+    def share_of(self, value: Any) -> float:
+        return self.backward[1] if self.backward is not None and self.backward[0]() is value else 1.0
 
     @property
     def takes_whole_batches(self) -> bool:
@@ -688,7 +813,9 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
     everywhere, num_samples = reduce(mine).tolist()
     # optimizer.step weights this rank by its share of the samples; compensate for that.
     share = part.num_local / num_samples if num_samples else 0.0
-    return total / (everywhere * share) if share and everywhere else total * 0.0
+    loss = total / (everywhere * share) if share and everywhere else total * 0.0
+    counted_share.mark_exact(loss)
+    return loss
 
 
 def should_stop() -> bool:
@@ -714,13 +841,25 @@ def log(**values: Any) -> None:
             raise ConfigError(
                 f"shoal.log was given {name}={value!r:.60}; it takes numbers, tensors of one number, and pairs (sum, count)."
             ) from None
-        factor = 1.0 if isinstance(value, tuple) else weight
+        factor = 1.0 if isinstance(value, tuple) else weight * script.share_of(value)
         # A borrowed sample is counted by its owner.
-        pairs.append([total * factor, count * factor] if weight else [0.0, 0.0])
+        pairs.append([total * factor, count * factor] if factor else [0.0, 0.0])
     sums = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
     sums = sums if script.takes_whole_batches else reduce(sums)
     means = (sums[:, 0] / sums[:, 1]).tolist()
     script.progress.log(dict(zip(values, means, strict=True)))
+
+
+def _check_weights() -> None:
+    for loop in script.loops:
+        loop.check_weights()
+
+
+def refuse_different_weights(gather: Callable[[Tensor], list[Tensor]]) -> None:
+    """Refuse models that each worker has trained for itself. Collective."""
+    digests = [found for loop in script.loops if (found := loop.digest) is not None]
+    if digests and jobs.num_workers() > 1:
+        refuse_different(digests, gather)
 
 
 def _no_batch_yet(what: str) -> ConfigError:
@@ -797,6 +936,34 @@ def extend_torch(sum_of: Sum, owners_of: Callable[[], dict[int, Tensor]]) -> Non
         unscale(scaler, optimizer)
 
     torch.amp.GradScaler.unscale_ = unscale_sums  # type: ignore[method-assign, assignment]
+
+
+def watch_backward() -> None:
+    """Weight each backward of a loop by what its loss counts, until the script ends."""
+    inner = torch.autograd.backward
+    if getattr(inner, "shoal_counts", False):
+        return
+
+    @functools.wraps(inner)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        part = script.slice
+        # Not for a Trainer, nor for a block that runs again within backward.
+        if part is None or own_gradients.rests() or torch._C._current_graph_task_id() != -1:
+            return inner(tensors, *args, **kwargs)
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        scope = gathering.current()
+        # Rows of all workers are the same on each of them.
+        is_of_slice = scope is None or not scope.is_used
+        share = counted_share.counted_share(losses, max(part.num_local, 1)) if is_of_slice else 1.0
+        script.backward = (weakref.ref(losses[0]), share) if losses else None
+        for loop in script.loops:
+            loop.backward_begins(part, share)
+        inner(losses, *args, **kwargs)
+        for loop in script.loops:
+            loop.backward_ended(share)
+
+    backward.shoal_counts = True  # type: ignore[attr-defined]
+    torch.autograd.backward = backward
 
 
 def _refuse_scaler_apart(parameters: list[Tensor]) -> None:
