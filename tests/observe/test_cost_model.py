@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shoal.collectives.gradients import BETWEEN_HOSTS_BYTES, Item, lay_out
 from shoal.config import parallel_options
 from shoal.config.choices import COMPRESSORS, EXCHANGES, CompressorChoice, PushCodec
 from shoal.config.parallel_options import ParallelOptions
-from shoal.collectives.gradients import BETWEEN_HOSTS_BYTES, Item, lay_out
 from shoal.observe.planner.cost_model import (
     SUMS,
     ClusterShape,
