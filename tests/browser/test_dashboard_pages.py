@@ -71,6 +71,7 @@ def test_a_finished_run_opens_on_every_page_and_fits_a_narrow_window(page: Any, 
         page.wait_for_selector(READY)
         seen[name] = page.locator("main").inner_text()
     assert "straggler" in seen["workers"]
+    assert re.search(r"\d MB\b", seen["workers"])  # the units of `shoal status` and of the graph
     assert re.search(r"server-1\s+gone\s+128", seen["servers"])
     assert re.search(r"worker-1\s+SIGKILL\s+200", seen["events"])
     assert "pull rows, push gradients" in seen["graph"]
