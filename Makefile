@@ -33,7 +33,7 @@ TEST_PROCESSES ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
 test: $(READY)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# The inner loop: unit tests that start no process, under a minute on 2 cores.
+# The inner loop: unit tests that start no process: two minutes of processor time (ADR 33).
 test-fast: $(READY)
 	$(BIN)/python -m pytest -n logical --dist loadfile -m "not slow" \
 		--ignore tests/processes --ignore tests/simulation --ignore tests/policies
