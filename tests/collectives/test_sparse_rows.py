@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.collectives import sparse_rows
 from shoal.collectives.shm import Shm
-from shoal.collectives.sparse_rows import Exchange, Rows, rows_of
+from shoal.collectives.sparse_rows import Rows, TableExchange, rows_of
 
 NUM_ROWS = 20
 SHAPES = (
@@ -75,7 +75,7 @@ def in_memory(group: Any) -> Any:
 def test_all_ranks_hold_the_sum_in_rank_order(reducer: Callable[[Any], Any], sizes: list[list[int]]) -> None:
     def run(group: Any) -> list[Rows]:
         tables = [rows_of(gradient(group.rank, n, size)) for n, size in enumerate(sizes[group.rank])]
-        return Exchange(tables, reducer(group)).finish()
+        return TableExchange(tables, reducer(group)).finish()
 
     for result in with_ranks(len(sizes), run):
         for number, rows in enumerate(result):
@@ -102,7 +102,7 @@ def test_ranks_that_share_memory_divide_the_adding(sizes: list[list[int]], seed:
                 rows_of(gradient(group.rank + 10 * (step + seed), n, size))
                 for n, size in enumerate(sizes[group.rank])
             ]
-            found.append(Exchange(tables, shm).finish())
+            found.append(TableExchange(tables, shm).finish())
         assert shm.shared_parts.num_bytes or not any(map(any, sizes))
         return found
 
@@ -136,7 +136,7 @@ def test_one_rank_never_adds_up_much_more_than_its_share(monkeypatch: pytest.Mon
                 Rows(keys := torch.arange(3000 if n == group.rank else 1), torch.ones(len(keys), 16))
                 for n in range(group.num_workers)
             ]
-            rows = Exchange(tables, shm).finish()
+            rows = TableExchange(tables, shm).finish()
         assert shm.shared_parts.num_bytes
         return [each.keys.tolist() for each in rows]
 
@@ -150,9 +150,9 @@ def test_many_small_tables_divide_their_sum_as_one_of_their_rows_would() -> None
 
     def run(group: Any) -> list[Rows]:
         shm = in_memory(group)
-        Exchange(tables(group.rank), shm).finish()
+        TableExchange(tables(group.rank), shm).finish()
         assert shm.shared_parts.num_bytes  # the next one is divided
-        return Exchange(tables(group.rank), shm).finish()
+        return TableExchange(tables(group.rank), shm).finish()
 
     for result in with_ranks(4, run):
         for n, rows in enumerate(result):

@@ -89,6 +89,28 @@ def test_a_chain_reads_as_one_table_and_keeps_its_base(tmp_path: Path) -> None:
     assert [rows_of(path) for path in list_checkpoints(tmp_path)] == [{1: 4.0}, {1: 5.0}]
 
 
+def test_numbered_rows_are_those_of_the_base_with_the_changed_ones(tmp_path: Path) -> None:
+    name, changed = "model/table", "changed/table"
+    table = torch.arange(20.0).reshape(5, 4)
+    write_checkpoint(step_path(tmp_path, 1), [piece(name, table)], progress={"step": 1})
+    for step, numbers in ((2, [0, 3]), (3, []), (4, [3, 4])):
+        rows = torch.full((len(numbers), 4), float(100 * step))
+        table[numbers] = rows
+        pieces = [piece(changed, torch.tensor(numbers, dtype=torch.int64)), piece(name, rows, changed)]
+        path = step_path(tmp_path, step)
+        write_checkpoint(path, pieces, progress={"step": step}, base=step_path(tmp_path, step - 1))
+        found = open_checkpoint(path).pieces
+        assert torch.equal(found[name], table)
+        assert found.describe(name) == ((5, 4), torch.float32)
+        for offset, shape in (((0, 1), (5, 2)), ((2, 0), (2, 4)), ((3, 2), (1, 1)), ((1, 0), (0, 4))):
+            rows = table[offset[0] : offset[0] + shape[0], offset[1] : offset[1] + shape[1]]
+            assert torch.equal(found.part(name, offset, shape), rows)
+    pieces = [piece(changed, torch.tensor([1])), piece(name, torch.ones(1, 3), changed)]
+    write_checkpoint(step_path(tmp_path, 5), pieces, progress={"step": 5}, base=step_path(tmp_path, 4))
+    with pytest.raises(CheckpointDamaged, match=r"are F32\[3\], those of its base F32\[4\]"):
+        open_checkpoint(step_path(tmp_path, 5))
+
+
 def test_what_is_set_aside_finds_the_base_that_stayed(tmp_path: Path) -> None:
     save(tmp_path, 1, {1: 1.0})
     save(tmp_path, 8, {2: 8.0}, base=1)
@@ -99,6 +121,18 @@ def test_what_is_set_aside_finds_the_base_that_stayed(tmp_path: Path) -> None:
     save(tmp_path, 5, {1: 5.0})
     assert [Path(path).name[-1] for path in prune(tmp_path, keep_last=1)] == ["4"]  # 1 is needed there
     assert rows_of(step_path(aside, 8)) == {1: 1.0, 2: 8.0}
+
+
+def test_what_is_set_aside_keeps_none_of_the_same_name(tmp_path: Path) -> None:
+    """Rank 0 was replaced and saves again what it had saved."""
+    save(tmp_path, 1, {1: 1.0})
+    save(tmp_path, 2, {2: 2.0}, base=1)
+    save(tmp_path, 3, {3: 3.0}, base=2)
+    set_aside(tmp_path, after_step=1)
+    save(tmp_path, 1, {1: 1.5})
+    save(tmp_path, 2, {2: 2.5}, base=1)
+    save(tmp_path, 4, {4: 4.0})
+    assert {Path(path).name[-1] for path in prune(tmp_path, keep_last=1)} == {"1", "2"}
 
 
 def test_a_base_is_found_from_a_relative_path_and_through_a_link(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.collectives.compression import Compressor, Gradient, Traffic
 from shoal.collectives.reducer import Reducer
-from shoal.collectives.sparse_rows import Exchange, Rows, no_rows, rows_of
+from shoal.collectives.sparse_rows import Rows, TableExchange, no_rows, rows_of
 from shoal.errors import PeerLost, TrainingError
 
 BUCKET_BYTES = 25 << 20
@@ -194,7 +194,7 @@ class GradientExchange:
         self._used = [[False] * len(bucket.indices) for bucket in self.layout]
         self._next = 0
         self._works: list[Any] = []
-        self._rows: Exchange | None = None
+        self._rows: TableExchange | None = None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -251,7 +251,7 @@ class GradientExchange:
         ):
             tables = [self._own_rows(index) for index in self._sparse]
             self.traffic.count_uncompressed(*(tensor for rows in tables for tensor in rows))
-            self._rows = Exchange(tables, group)
+            self._rows = TableExchange(tables, group)
 
     def _start(self, number: int, group: Reducer) -> list[Any]:
         bucket, memory = self.layout[number], self._memory[number]

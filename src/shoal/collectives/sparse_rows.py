@@ -188,7 +188,7 @@ class RowScatter:
         return RowExchange(mine, group).finish()
 
 
-class Exchange:
+class TableExchange:
     """The exchange of all tables of a model: those with rows of one shape and type go as one.
 
     A table of its own costs a fixed number of calls for each rank, a row of it little.

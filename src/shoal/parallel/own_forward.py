@@ -25,7 +25,8 @@ _PLAIN = (Tensor, int, float, str, type(None))
 @contextlib.contextmanager
 def once_differentiable(strategy: str, applies: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Context that refuses gradients of gradients: autograd records no sums over the workers that backward makes, and the second one lacks them."""
-    run = torch.autograd._engine_run_backward  # all of backward, grad and torch.func, also imported by name
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward  # all of backward, grad and torch.func, also imported by name
 
     @functools.wraps(run)
     def refusing(
@@ -39,11 +40,11 @@ def once_differentiable(strategy: str, applies: Callable[[], bool] = lambda: Tru
             )
         return run(roots, gradients, retain_graph, create_graph, *args, **settings)
 
-    torch.autograd._engine_run_backward = refusing
+    autograd._engine_run_backward = refusing
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = run
+        autograd._engine_run_backward = run
 
 
 class OwnForward:

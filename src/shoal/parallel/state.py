@@ -45,6 +45,9 @@ MODEL, OPTIMIZER, _RESIDUAL = "model/", "optimizer/", "residual/"
 GONE = "gone/"
 """Prefix of the piece with the keys of rows that are no longer there, before the name of the piece of keys."""
 
+CHANGED = "changed/"
+"""Prefix of the piece with the numbers of rows that changed, of a table whose rows are numbered from 0."""
+
 # Execution settings, not results: the loading script decides them, for its own devices.
 _EXECUTION = {"foreach", "fused", "capturable", "differentiable"}
 
@@ -340,6 +343,25 @@ def changes_of(
         yield replace(piece, changed_keys=of_keys) if piece.tensor.dim() else piece
     gone = torch.from_numpy(keys[~is_there])
     yield Piece(GONE + of_keys, gone, tuple(gone.shape), (0,))
+
+
+def changed_rows_of(
+    name: str,
+    spec: TableSpec,
+    keys: NDArray[np.int64],
+    values: NDArray[Any],
+    state: NDArray[Any],
+    step: int,
+) -> Iterator[Piece]:
+    """Changed rows of a table whose rows are numbered from 0, under the names of the whole one; none is ever deleted."""
+    of_keys = CHANGED + name
+    tensors = {of_keys: torch.from_numpy(keys), MODEL + name: torch.from_numpy(values)}
+    for key, columns in state_columns(spec).items():
+        tensors[f"{OPTIMIZER}{name}/{key}"] = torch.from_numpy(np.ascontiguousarray(state[:, columns]))
+        tensors[f"{OPTIMIZER}{name}/step"] = torch.tensor(float(step))
+    for piece, tensor in tensors.items():
+        of = of_keys if tensor.dim() and piece != of_keys else ""
+        yield Piece(piece, tensor, tuple(tensor.shape), (0,) * tensor.dim(), of)
 
 
 def saved_table(name: str, pieces: PieceReader) -> tuple[NDArray[np.int64], NDArray[Any]] | None:

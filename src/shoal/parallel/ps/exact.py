@@ -447,10 +447,11 @@ class Ps:
         if self._model is None:
             yield from state_pieces(self._job.model, self.optimizer)
         elif self._rank == 0:
-            self._pull_weights()
-            yield from self._model.model_pieces()
-            yield from self._model.optimizer_pieces()
-            yield from self._model.table_pieces(changes)
+            self._pull_weights(with_rows=changes is None)
+            pieces = [*self._model.optimizer_pieces(changes), *self._model.table_pieces(changes)]
+            given = {piece.name for piece in pieces}
+            yield from (piece for piece in self._model.model_pieces() if piece.name not in given)
+            yield from pieces
 
     def load(self, pieces: PieceReader) -> None:
         """Load weights and optimizer state: here now, on the servers at layout."""
@@ -479,13 +480,14 @@ class Ps:
         else:
             self._refresh(is_whole=True)
 
-    def _pull_weights(self) -> None:
+    def _pull_weights(self, *, with_rows: bool = True) -> None:
         assert self._model is not None
         self._arriving.settle()
         if self._home_at != self._session.updates:
-            self._model.pull_weights(self._session.updates)
-            self._home_at = self._weights_at = self._session.updates
-            self._is_whole = True
+            self._model.pull_weights(self._session.updates, with_rows=with_rows)
+            self._weights_at, self._is_whole = self._session.updates, True
+            if with_rows:
+                self._home_at = self._session.updates
 
     # ---- state transfer -------------------------------------------------------------------------
 

@@ -126,8 +126,8 @@ class PsHybrid(Ddp):
     def _state(self, changes: RowStamps | None) -> Iterator[Piece]:
         given: set[str] = set()
         if self._rows is not None and self._rank == 0:
-            self._rows.pull_weights(0)
-            for piece in (*self._rows.optimizer_pieces(), *self._rows.table_pieces(changes)):
+            self._rows.pull_weights(0, with_rows=changes is None)
+            for piece in (*self._rows.optimizer_pieces(changes), *self._rows.table_pieces(changes)):
                 given.add(piece.name)
                 yield piece
         # The optimizer here may have state for rows too, which is not trained: some create it at

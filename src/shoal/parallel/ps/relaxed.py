@@ -570,7 +570,7 @@ class PsRelaxed(Ps):
             self._aggregates.num_pushes = self._aggregates.num_sent = 0
         self._num_left_out = 0
 
-    def _pull_weights(self) -> None:
+    def _pull_weights(self, *, with_rows: bool = True) -> None:
         assert self._model is not None
-        self._model.pull_weights(0)
+        self._model.pull_weights(0, with_rows=with_rows)
         self._weights_at = -1 if self._session.group.compression.pull else NEWEST

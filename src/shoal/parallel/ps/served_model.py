@@ -32,6 +32,7 @@ from shoal.parallel.ps.rows import PlacedEmbedding, PlacementPlan, RowModule, Ro
 from shoal.parallel.state import (
     MODEL,
     OPTIMIZER,
+    changed_rows_of,
     changes_of,
     layers_of,
     limited,
@@ -42,10 +43,12 @@ from shoal.parallel.state import (
 )
 from shoal.ps.client.bulk_transfer import (
     RowStamps,
+    changed_slots,
     read_changes,
     read_chunk,
     read_rows,
     read_table,
+    together,
     write_chunk,
     write_evicted,
     write_rows,
@@ -535,7 +538,7 @@ class ServedModel:
     # ---- all of it ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def pull_weights(self, clock: int) -> None:
+    def pull_weights(self, clock: int, *, with_rows: bool = True) -> None:
         """Load the servers' weights into this process's model, except unbounded rows."""
         session.shared(self._group.bytes_shared)
         session.saved_keys(self._group.key_bytes_saved)
@@ -545,7 +548,7 @@ class ServedModel:
         for module in self.rows:
             module.clock, module.is_training = clock, False
             weight = getattr(module.module, "weight", None)
-            if not isinstance(weight, Tensor) or module.is_resident:
+            if not with_rows or not isinstance(weight, Tensor) or module.is_resident:
                 continue
             num_rows = _block_rows(module)
             for first in range(0, len(weight), num_rows):
@@ -570,8 +573,13 @@ class ServedModel:
         lookups = facts["num_hits"] + facts["num_misses"]
         events.emit("tables", **facts, hit_rate=facts["num_hits"] / lookups if lookups else 1.0)
 
-    def optimizer_pieces(self) -> Iterator[Piece]:
-        """The optimizer's state, by parameter, whole."""
+    @torch.no_grad()
+    def optimizer_pieces(self, changes: RowStamps | None = None) -> Iterator[Piece]:
+        """The optimizer's state, by parameter, whole.
+
+        With `changes`, tables with a weight in this process are read here, weight and state of a row
+        at once: whole into the weight, or rows that changed as pieces.
+        """
         parameters = dict(self._job.model.named_parameters())
         whole: dict[str, Tensor] = {}
         for spec in self.dense.specs:
@@ -591,23 +599,32 @@ class ServedModel:
         for module in self.rows:
             columns = RULES[module.spec.rule].state_columns(module.dim)
             weight = getattr(module.module, "weight", None)
-            if not columns or not isinstance(weight, Tensor) or module.is_resident:
+            if not isinstance(weight, Tensor) or module.is_resident or not (columns or changes):
+                continue
+            name, table = module.taken.name, module.spec
+            changed = changed_slots(self._group, table, name, changes) if changes is not None else None
+            if changed is not None:
+                keys, values, states, step, _ = together(changed)
+                yield from changed_rows_of(name, table, keys, values, states, step)
                 continue
             held = {
                 key: torch.zeros(len(weight), span.stop - span.start, dtype=weight.dtype)
                 for key, span in columns.items()
             }
             num_updates = 0
-            for slot in read_rows(self._group, module.spec):
+            for slot in read_rows(self._group, table, is_tracked=changes is not None):
+                at = torch.from_numpy(slot.keys)
                 # A slot without rows reports none before a checkpoint.
                 num_updates = max(num_updates, slot.step)
                 for key, span in columns.items():
-                    held[key][torch.from_numpy(slot.keys)] = torch.from_numpy(
-                        np.ascontiguousarray(slot.state[:, span])
-                    )
+                    held[key][at] = torch.from_numpy(np.ascontiguousarray(slot.state[:, span]))
+                if changes is not None:
+                    changes.note(name, slot)
+                    weight[at] = torch.from_numpy(slot.values).to(weight.device)
             for key, tensor in held.items():
-                whole[f"{OPTIMIZER}{module.taken.name}/{key}"] = tensor
-            whole[f"{OPTIMIZER}{module.taken.name}/step"] = torch.tensor(float(num_updates))
+                whole[f"{OPTIMIZER}{name}/{key}"] = tensor
+            if columns:
+                whole[f"{OPTIMIZER}{name}/step"] = torch.tensor(float(num_updates))
         for name, tensor in whole.items():
             yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 

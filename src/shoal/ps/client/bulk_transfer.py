@@ -31,10 +31,16 @@ class RowStamps:
     """Stamps up to which the checkpoint before was read; a table that is not here is read whole."""
 
     read_to: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
-    """Set by `read_changes`: the stamps for the next one."""
+    """Set by a read: the stamps for the next one."""
 
     num_table_bytes: int = 0
     """Set too: of all rows of all tables."""
+
+    def note(self, name: str, slot: SlotRows) -> None:
+        """Record the table's next slot, of which rows were read."""
+        self.read_to.setdefault(name, []).append(slot.stamp)
+        row_bytes = 8 + (slot.values.shape[1] + slot.state.shape[1]) * slot.values.itemsize
+        self.num_table_bytes += row_bytes * slot.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +117,33 @@ def read_changes(
 ) -> tuple[tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], int, int], bool]:
     """A table as `read_table` gives it, and whether it is complete: else only rows that changed since
     `changes.since[name]`.
-
-    Complete, too, if a slot has another server's stamps by now: that server cannot tell which rows
-    were deleted.
     """
     if changes is None:
         return read_table(group, table), True
+    slots = changed_slots(group, table, name, changes)
+    if slots is not None:
+        return together(slots), False
+    slots = list(read_rows(group, table, is_tracked=True))
+    for slot in slots:
+        changes.note(name, slot)
+    return together(slots), True
+
+
+def changed_slots(group: Group, table: msg.TableSpec, name: str, changes: RowStamps) -> list[SlotRows] | None:
+    """Rows that changed since `changes.since[name]`; None if the table must be read whole.
+
+    Whole, too, if a slot has another server's stamps by now: that server cannot tell which rows
+    were deleted.
+    """
     since = changes.since.get(name)
     slots = list(read_rows(group, table, is_tracked=True, since=since)) if since is not None else []
     if since is None or any(
         slot.stamp[0] != tracker for slot, (tracker, _) in zip(slots, since, strict=True)
     ):
-        since, slots = None, list(read_rows(group, table, is_tracked=True))
-    changes.read_to[name] = [slot.stamp for slot in slots]
-    row_bytes = 8 + (table.dim + slots[0].state.shape[1]) * slots[0].values.itemsize
-    changes.num_table_bytes += row_bytes * sum(slot.num_rows for slot in slots)
-    return together(slots), since is None
+        return None
+    for slot in slots:
+        changes.note(name, slot)
+    return slots
 
 
 class _Writing:

@@ -36,7 +36,7 @@ from shoal.errors import (
     NoCheckpoint,
 )
 from shoal.parallel.protocol import PartReader, Piece
-from shoal.parallel.state import GONE
+from shoal.parallel.state import CHANGED, GONE
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.serialization import from_plain, to_plain
 from shoal.train.checkpoint import safetensors_file
@@ -273,14 +273,17 @@ def _open_base(place: Place, record: BaseRecord, *, verify: bool) -> Pieces:
 
 def _base_place(place: Place, record: BaseRecord) -> Place | None:
     """The base, beside it; or one level up, if later checkpoints of an earlier run were set aside."""
-    # A path may be relative, or a link to the checkpoint.
-    url = place.url.rstrip("/") if place.local is None else str(place.local.resolve())
-    beside = url.rpartition("/")[0]
+    beside = _resolved(place).rpartition("/")[0]
     for folder in (beside, beside.rpartition("/")[0]):
         there = Place.at(f"{folder}/{record.name}") if folder else None
         if there is not None and there.has(MANIFEST) and _manifest_hash(there) == record.sha256:
             return there
     return None
+
+
+def _resolved(place: Place) -> str:
+    """Where it is: a path may be relative, or a link."""
+    return place.url.rstrip("/") if place.local is None else str(place.local.resolve())
 
 
 def _manifest_hash(place: Place) -> str:
@@ -294,7 +297,7 @@ def _base_record(base: str) -> BaseRecord:
 
 
 def _bases(place: Place) -> Iterator[str]:
-    """Names of the checkpoints that this one builds on, as far as they can be read."""
+    """Where the checkpoints are that this one builds on, as far as they can be read."""
     try:
         with place.open(MANIFEST) as source:
             record = decode_manifest(source.read(), place.url).base
@@ -304,7 +307,7 @@ def _bases(place: Place) -> Iterator[str]:
     if record is None or (step_of(record.name) or 0) >= (step_of(_name(place)) or 0):
         return
     if (found := _base_place(place, record)) is not None:
-        yield record.name
+        yield _resolved(found)
         yield from _bases(found)
 
 
@@ -345,6 +348,9 @@ class Pieces(PartReader):
         changed = self._parts[name][0].changed_keys
         if not changed:
             return self._own(name)
+        if changed.startswith(CHANGED):
+            shape, _ = self.describe(name)
+            return self._updated_part(name, (0,) * len(shape), shape)
         keys = self._keys(changed)
         if name == changed:
             return torch.from_numpy(keys.keys)
@@ -366,10 +372,23 @@ class Pieces(PartReader):
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The part at `offset`, from all the files that have some of it."""
-        if not self._parts[name][0].changed_keys:
+        changed = self._parts[name][0].changed_keys
+        if not changed:
             return self._own_part(name, offset, shape)
+        if changed.startswith(CHANGED):
+            return self._updated_part(name, offset, shape)
         within = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
         return self[name][within].clone()
+
+    def _updated_part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Part of a table whose rows are numbered from 0: that of the base, with the rows that changed."""
+        assert self._base is not None
+        rows, numbers = self._base.part(name, offset, shape), self._own(self._parts[name][0].changed_keys)
+        numbers = numbers - offset[0]
+        is_here = (numbers >= 0) & (numbers < shape[0])
+        columns = tuple(slice(at, at + size) for at, size in zip(offset[1:], shape[1:], strict=True))
+        rows[numbers[is_here]] = self._own(name)[is_here][(slice(None), *columns)]
+        return rows
 
     def _own_part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         parts, wanted = self._parts[name], _Box(tuple(offset), tuple(shape))
@@ -404,6 +423,9 @@ class Pieces(PartReader):
         """Shape and dtype of the whole tensor, without reading it."""
         record = self._parts[name][0]
         shape = tuple(record.global_shape)
+        if record.changed_keys.startswith(CHANGED):
+            assert self._base is not None
+            return self._base.describe(name)
         if record.changed_keys:
             shape = (len(self._keys(record.changed_keys).keys), *shape[1:])
         return shape, safetensors_file.dtype_of(record.dtype)
@@ -419,7 +441,12 @@ class Pieces(PartReader):
     def _not_changes_of_base(self, record: PieceRecord) -> str | None:
         """Reason why this cannot be rows that changed since the base."""
         keys = self._parts.get(record.changed_keys)
-        if self._base is None or keys is None or GONE + record.changed_keys not in self._parts:
+        is_numbered = record.changed_keys.startswith(CHANGED)
+        if (
+            self._base is None
+            or keys is None
+            or not (is_numbered or GONE + record.changed_keys in self._parts)
+        ):
             return f"{record.name} has changed rows only, and nothing says of which"
         if (record.name not in self._base) or not record.shape or record.shape[0] != keys[0].shape[0]:
             return f"the changed rows of {record.name} are not rows of its base"
@@ -629,8 +656,8 @@ def prune(directory: str | os.PathLike[str], keep_last: int, protect: Iterable[s
     names = {_name(place) for place in places} - {_name(Place.at(newest.path))}
     staying = [place for place in _steps(directory) if _name(place) not in names]
     staying += [place for aside in _set_aside(directory) for place in _steps(aside.url)]
-    needed = {name for place in staying for name in _bases(place)}
-    going = [place for place in places if _name(place) in names - needed]
+    needed = {base for place in staying for base in _bases(place)}
+    going = [place for place in places if _name(place) in names and _resolved(place) not in needed]
     for place in going:
         remove(place)
     return [place.url for place in going]
