@@ -642,7 +642,9 @@ class EngineTask:
     """In which the call was made: files of the data may be named from there."""
 
     def __call__(self, name: str) -> None:
-        if not self.tasks.directory.is_dir():  # or the call has failed, and this task was left in the engine's queue
+        if (
+            not self.tasks.directory.is_dir()
+        ):  # or the call has failed, and this task was left in the engine's queue
             raise DataError(
                 f"a task of map_reduce does not see the folder {self.tasks.directory} on {socket.gethostname()}. Nothing of the result was "
                 f"written; give a directory= that all machines of {self.on} see at the same path."
