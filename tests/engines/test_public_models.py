@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader, default_collate
+
+import shoal
 
 ROOT = Path(__file__).parents[2]
 TIMM = Path(sys.prefix) / "models"
@@ -34,6 +38,25 @@ def test_public_models_train_as_in_one_process(
     said = models.run(NAMES, strategy, workers, tmp_path)
     found = {name: said[name] or _compared(tmp_path, name, strategy, workers) for name in NAMES}
     assert found == dict.fromkeys(NAMES, "equal")
+
+
+def test_a_batch_encoding_goes_in_as_it_is_and_predictions_keep_their_class() -> None:
+    if not os.environ.get("SHOAL_TEST_ENGINES"):
+        pytest.skip("public models are installed by `make test-engines` alone")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
+    ids = torch.arange(40).reshape(8, 5) % 16
+    model = transformers.GPT2LMHeadModel(config)
+    trainer = shoal.Trainer(model, loss="model", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    data = DataLoader(
+        rows, batch_size=4, collate_fn=lambda each: transformers.BatchEncoding(default_collate(each))
+    )
+    trainer.fit(data, epochs=1)
+    predicted = trainer.predict(data)
+    assert type(predicted).__name__ == "CausalLMOutputWithCrossAttentions"
+    assert predicted.logits.shape == (8, 5, 16)
+    assert predicted.past_key_values is None  # the cache is off
 
 
 def _compared(folder: Path, name: str, strategy: str, workers: int) -> str:
