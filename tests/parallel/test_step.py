@@ -13,7 +13,16 @@ from torch import nn
 
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import ControlFlags, TrainJob
-from shoal.parallel.step import clip, contribution, decide, drop_gradients, gradients_of, merge_turns, scale
+from shoal.parallel.step import (
+    clip,
+    contribution,
+    decide,
+    drop_gradients,
+    gradient_norm,
+    gradients_of,
+    merge_turns,
+    scale,
+)
 
 
 def vector_of(losses: list[float], counts: list[float], wishes: list[ControlFlags]) -> torch.Tensor:
@@ -72,7 +81,7 @@ def applied(
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     job = TrainJob(model=model, loss=loss_rule(nn.MSELoss()), build_optimizer=None, **options)
-    told, factor = clip(job, verdict(count=count), gradients_of(parameters), 4)
+    told, factor = clip(job, verdict(count=count), 4, lambda: gradient_norm(gradients_of(parameters)))
     if told.applied:
         scale(gradients_of(parameters), factor)
         torch.optim.SGD(parameters, lr=1.0).step()
@@ -124,7 +133,7 @@ def test_a_loss_that_is_not_finite_is_left_out() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
     job = TrainJob(model=nn.ParameterList([parameter]), loss=loss_rule(nn.MSELoss()), build_optimizer=None)
-    told, factor = clip(job, verdict(loss_total=math.nan), [parameter.grad], 4)
+    told, factor = clip(job, verdict(loss_total=math.nan), 4, lambda: gradient_norm([torch.ones(2)]))
     assert (told.applied, told.nonfinite[0][0], factor) == (False, 0, 0.0)
     assert torch.equal(parameter, torch.zeros(2))
 
