@@ -152,7 +152,7 @@ def test_a_job_larger_than_the_cluster_has_nodes_added_and_a_killed_actor_replac
     (out / "go").touch()
     assert job.wait() == 0, job.output()
     assert [event["ranks"] for event in job.events("host-lost")] == [[1]]
-    assert "was asked for another" in job.output()
+    assert "asked for another" in job.output()  # "is being", where the engine takes its time
     assert differences(out, undisturbed) == []
 
 

@@ -44,7 +44,7 @@ def test_a_killed_executor_is_replaced_and_the_bits_are_those_of_this_machine_al
     (out / "go").touch()
     assert job.wait() == 0, job.output()
     assert [event["ranks"] for event in job.events("host-lost")] == [[1]]
-    assert "was asked for another" in job.output()
+    assert "asked for another" in job.output()  # "is being", where the engine takes its time
     assert differences(out, undisturbed) == []
 
 

@@ -52,13 +52,14 @@ def on_local_tensors(optimizer: Optimizer) -> Iterator[None]:
 
 def _is_local(optimizer: Optimizer) -> bool:
     """Whether each element's update depends on no other element, and nothing reads the parameters meanwhile."""
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    )
-    if type(optimizer) not in ELEMENTWISE or any(hooks):
+    if type(optimizer) not in ELEMENTWISE:  # a wrapper may have no hooks at all
+        return False
+    if (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    ):
         return False
     found = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     return bool(found) and all(
