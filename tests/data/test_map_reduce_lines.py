@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal import system
 from shoal.data.mapreduce import streaming
 from shoal.data.mapreduce.streaming import StreamingConfig, map_reduce_lines
 from shoal.engines.tasks import run_tasks
@@ -163,25 +165,65 @@ def test_a_full_disk_is_one_paragraph(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_interrupted_programs_are_not_started_again(tmp_path: Path) -> None:
-    (tmp_path / "in").write_text("a\n")
-    mapper = f"sh -c 'echo run >> {tmp_path}/runs; sleep 60'"
-    words = ["map-reduce", "--mapper", mapper, "--reducer", "cat", "in", "out"]
+ENDLESS = """#!/usr/bin/env python3
+import os, signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+with open("runs", "a") as file:
+    file.write(f"{os.getpid()} {child.pid}\\n")
+child.wait()
+signal.pause()
+"""
+
+
+def endless_run(folder: Path, *words: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A run whose mapper, and what that started, sleeps and hears no SIGINT; and the ids of both."""
+    (folder / "in").write_text("a\n")
+    (folder / "endless.py").write_text(ENDLESS)
+    (folder / "endless.py").chmod(0o755)
+    mapper = " ".join(["./endless.py", *words])
     process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", *words],
-        cwd=tmp_path,
-        start_new_session=True,
+        [sys.executable, "-m", "shoal", "map-reduce", "--mapper", mapper, "--reducer", "cat", "in", "out"],
+        cwd=folder,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(
             signal.SIGINT, signal.SIG_DFL
         ),  # a shell's background jobs ignore it
     )
-    wait_until((tmp_path / "runs").exists)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, said = process.communicate(timeout=60)
+    runs = folder / "runs"
+    assert wait_until(lambda: runs.exists() and runs.read_text().endswith("\n"))
+    return process, list(map(int, runs.read_text().split()))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("words", [(), ("stubborn",)])
+def test_interrupted_programs_end_and_are_not_started_again(tmp_path: Path, words: tuple[str, ...]) -> None:
+    process, programs = endless_run(tmp_path, *words)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
     assert (process.returncode, said) == (130, b"stopped by SIGINT; no output was written.\n")
-    assert (tmp_path / "runs").read_text() == "run\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "runs"]
+    assert not any(map(is_running, programs))
+    assert len((tmp_path / "runs").read_text().splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["endless.py", "in", "runs"]
+
+
+@pytest.mark.skipif(not system.IS_LINUX, reason="only Linux ends a program with its parent")
+def test_programs_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    process, (program, child) = endless_run(tmp_path)
+    process.kill()
+    process.communicate()
+    try:
+        assert wait_until(lambda: not is_running(program))
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_task_that_ctrl_c_ended_is_not_started_again() -> None:

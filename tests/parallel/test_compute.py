@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.config import job as jobs
 from shoal.data.slice import Slice, bounds
 from shoal.errors import ConfigError, LossDoesNotRecombine
+from shoal.parallel import compute as compute_module
 from shoal.parallel.compute import Compute, ModelCall, blocks, place, run_again
 from shoal.parallel.loss import StepLoss, loss_rule
 from shoal.parallel.protocol import LossSum, TrainJob, Turn
@@ -296,6 +298,22 @@ class Many(nn.Module):
 )
 def test_tensors_tuples_and_dicts_become_arguments(model: nn.Module, inputs: Any, given: Any) -> None:
     assert ModelCall(model)(inputs) == given
+
+
+class Generates(nn.Module):
+    def forward(self, x: Tensor, use_cache: bool = True) -> Any:
+        return x, use_cache
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_caches_for_generation_are_off_and_rank_0_says_so_once(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jobs, "rank", lambda: rank)
+    compute_module._note_caches_off.cache_clear()
+    for _ in range(2):
+        assert ModelCall(Generates())(A) == (A, False)
+    assert capsys.readouterr().err.count("use_cache=False") == (rank == 0)
 
 
 def test_hooks_of_the_model_are_heard() -> None:

@@ -126,3 +126,37 @@ def test_a_forward_that_slices_make_something_else_of_is_refused_before_the_firs
     done = launch_script(text, workers=workers, strategy=strategy)
     assert says in str(done.error), done.stderr
     assert not (tmp_path / "saved").exists()
+
+
+BALANCED_WITHIN = """
+import torch, shoal
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(3)
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, 4) for _ in range(4))
+
+    def forward(self, x, labels):
+        scores = self.router(x).softmax(-1)
+        logits = sum(scores[:, number, None] * expert(x) for number, expert in enumerate(self.experts))
+        load = F.one_hot(scores.argmax(-1), 4).float().mean(0)
+        return {"loss": F.cross_entropy(logits, labels) + COEFFICIENT * 4 * (scores.mean(0) * load).sum()}
+
+data = shoal.Dataset.from_arrays({"x": torch.randn(1024, 6), "labels": torch.randint(0, 4, (1024,))})
+trainer = shoal.Trainer(Experts(), loss="model", optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+trainer.fit(data.batch(512), epochs=2)
+"""
+
+
+@pytest.mark.parametrize(("workers", "coefficient", "times"), [(2, 0.01, 1), (3, 0.01, 1), (2, 0.0, 0)])
+def test_a_balance_of_experts_within_the_models_loss_is_named_once(
+    launch_script: Launch, workers: int, coefficient: float, times: int
+) -> None:
+    done = launch_script(BALANCED_WITHIN.replace("COEFFICIENT", str(coefficient)), workers=workers)
+    assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    assert done.stderr.count("loss compares samples of a batch") == times

@@ -133,11 +133,7 @@ class HostsConfig:
             raise ConfigError(
                 f"--connections {self.connections} cannot be: give a number from 1 to {MAX_CONNECTIONS}. Nothing was started."
             )
-        if not 0 < self.join_timeout_s < 1e9:
-            raise ConfigError(
-                f"--join-timeout {self.join_timeout_s} (join_timeout_s in a cluster file) is no time to wait for hosts. Nothing was "
-                "started; give a positive number of seconds."
-            )
+        check_wait("--join-timeout", self.join_timeout_s, "hosts", " (join_timeout_s in a cluster file)")
         for what, counts in (("workers", self.workers), ("servers", self.servers)):
             if counts and len(counts) != self.num_hosts:
                 raise ConfigError(
@@ -207,6 +203,14 @@ class HostsConfig:
                 return host
             left -= count
         return number % self.num_places + (not self.head_takes_part)
+
+
+def check_wait(option: str, seconds: float, what: str, also: str = "") -> None:
+    """Refuse, by ConfigError, a time that no clock reaches: not positive, infinite or no number."""
+    if not 0 < seconds < 1e9:
+        raise ConfigError(
+            f"{option} {seconds}{also} is no time to wait for {what}. Nothing was started; give a positive number of seconds."
+        )
 
 
 def parse_resources(said: str) -> dict[str, Resources]:

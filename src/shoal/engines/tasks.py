@@ -29,16 +29,18 @@ def run_tasks(
     on: str = "",
     workers: int = 1,
     attempts: int = 4,
+    end: Callable[[], None] = lambda: None,
 ) -> list[R]:
     """Results in the order of the arguments. `on` is an engine as --on names it; empty: `workers` threads here.
 
     The connection to the engine stays for the next call, until the `session` around it or this process ends.
+    `end` is called once threads here are to stop, by Ctrl-C or a failure, and ends what they wait for.
     An engine sends the function by value in its own form, over its own connections.
 
     Raises what the last attempt of a task raised, here; an engine's error elsewhere.
     """
     if not on:
-        return _in_threads(function, arguments, workers, attempts)
+        return _in_threads(function, arguments, workers, attempts, end)
     name, detail = parse(on)
     return (_in_ray if name == "ray" else _in_spark)(function, arguments, detail, workers, attempts)
 
@@ -69,23 +71,27 @@ def parse(on: str) -> tuple[str, str]:
     return name, detail
 
 
-def _in_threads(function: Callable[[A], R], arguments: Sequence[A], workers: int, attempts: int) -> list[R]:
+def _in_threads(
+    function: Callable[[A], R], arguments: Sequence[A], workers: int, attempts: int, end: Callable[[], None]
+) -> list[R]:
     results: dict[int, R] = {}
     with ThreadPoolExecutor(workers) as pool:
-        running = {pool.submit(function, each): number for number, each in enumerate(arguments)}
-        begun = Counter(running.values())
         try:
+            running = {pool.submit(function, each): number for number, each in enumerate(arguments)}
+            begun = Counter(running.values())
             while running:
                 for each in wait(running, return_when=FIRST_COMPLETED).done:
                     number = running.pop(each)
-                    # Retried by this thread, which gets Ctrl-C first: it ends the programs of tasks too.
+                    # Retried by this thread, which gets Ctrl-C first: programs of tasks may end by it too.
                     if isinstance(each.exception(), Exception) and begun[number] < attempts:
                         running[pool.submit(function, arguments[number])] = number
                         begun[number] += 1
                     else:
                         results[number] = each.result()  # the first failure ends the whole
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            end()
+            raise
     return [results[number] for number in range(len(arguments))]
 
 

@@ -76,6 +76,8 @@ class ModelCall:
         self._only = next(iter(parameters)) if is_only else None
         self._left_out = () if takes_any else tuple(key for key in LABELS if key not in parameters)
         self._fixed = {"use_cache": False} if "use_cache" in parameters else {}
+        if self._fixed:
+            _note_caches_off()
         self._run: Callable[..., Any] = model
         if compile:
             from torch.distributed.fsdp import FSDPModule
@@ -515,9 +517,7 @@ class Compute:
         self._tells_graphs = False
         name, graphs = type(self._job.model).__name__.removeprefix("FSDP"), counters["stats"]["unique_graphs"]
         said = f"{name} runs as {graphs} compiled graph{'s' if graphs > 1 else ''}"
-        if jobs.rank() == 0:
-            said = said if graphs else f"nothing of {name} could be compiled"
-            print(f"note: compile: {said}", file=sys.stderr, flush=True)
+        _say(f"compile: {said if graphs else f'nothing of {name} could be compiled'}")
 
     def _placed(self, batch: Tree) -> Tree:
         return place(batch, self._job.device, self._job.cast_inputs)
@@ -706,8 +706,12 @@ def _note_buffers(names: Sequence[str]) -> None:
 
 
 def _note(text: str) -> None:
+    _say(f"{text}. `shoal verify` tells by how much results differ")
+
+
+def _say(text: str) -> None:
     if jobs.rank() == 0:
-        print(f"note: {text}. `shoal verify` tells by how much results differ", file=sys.stderr, flush=True)
+        print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 class OwnLoopTrial:
@@ -816,12 +820,15 @@ def _note_read() -> None:
 
 
 @functools.cache  # once
+def _note_caches_off() -> None:
+    _say("the model's key-value caches are off: its forward is called with use_cache=False")
+
+
+@functools.cache  # once
 def _note_drift() -> None:
-    print(
-        "note: a part of the model's loss compares samples of a batch (a balance of experts, a Dice, say), and is computed within "
-        "each worker's slice; `shoal verify` shows what that does, and shoal.gather(rows) in forward shows it all rows (ddp, fsdp)",
-        file=sys.stderr,
-        flush=True,
+    _say(
+        "a part of the model's loss compares samples of a batch (a balance of experts, a Dice, say), and is computed within "
+        "each worker's slice; `shoal verify` shows what that does, and shoal.gather(rows) in forward shows it all rows (ddp, fsdp)"
     )
 
 

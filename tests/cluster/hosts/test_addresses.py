@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,20 @@ def test_a_port_in_use_is_named() -> None:
 def test_what_is_no_address_of_a_job_is_refused_before_anything_is_tried(address: str) -> None:
     with pytest.raises(ConfigError, match=r"is no address; .* Nothing was started"):
         joining.join(address, joining.new_join_key(), timeout_s=30.0)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -5.0, 0.0])
+@pytest.mark.parametrize(("role", "what"), [("", "the head"), ("worker", "the coordinator")])
+def test_a_wait_for_the_head_without_a_proper_end_is_refused_before_the_key_is_read(
+    tmp_path: Path, timeout_s: float, role: str, what: str
+) -> None:
+    no_key = str(tmp_path / "no-key")
+    with pytest.raises(
+        ConfigError, match=rf"--timeout {timeout_s} is no time to wait for {what}\. Nothing was"
+    ):
+        opening.join(
+            "shoal://127.0.0.1:7070", key_file=no_key, run_dir=tmp_path, timeout_s=timeout_s, role=role
+        )
 
 
 def test_an_address_of_ipv6_is_in_brackets() -> None:

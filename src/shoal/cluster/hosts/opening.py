@@ -34,7 +34,7 @@ from shoal.cluster.launch.roles import preload_for
 from shoal.cluster.launch.run_directory import RunDirectory, is_alive
 from shoal.cluster.supervisor.supervisor import SignalInbox
 from shoal.cluster.supervisor.warm_parent import WarmParent
-from shoal.config.hosts import SERVER, WORKER, HostsConfig, parse_journal
+from shoal.config.hosts import SERVER, WORKER, HostsConfig, check_wait, parse_journal
 from shoal.config.liveness import LivenessConfig
 from shoal.engines import protocol, registry
 from shoal.errors import ClusterError, ConfigError, RunDirectoryError, ShoalError, WireError
@@ -293,6 +293,7 @@ def join(
     that of a job that this host has taken over.
     """
     health = health or Health(role or "host")
+    check_wait("--timeout", timeout_s, "the coordinator" if role else "the head")
     tls.split_address(address)
     named = interfaces.named(interface) if interface else {}
     joiner = _Joiner(

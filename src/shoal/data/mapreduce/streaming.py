@@ -30,6 +30,7 @@ from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
 from shoal.data.files import SharedFiles
+from shoal.data.mapreduce.programs import Programs
 from shoal.engines.tasks import run_tasks, session
 from shoal.errors import ConfigError, DataError
 
@@ -101,17 +102,19 @@ def map_reduce_lines(
     if target.exists():
         raise ConfigError(f"the output {output} exists. Nothing was started; remove it, or name another.")
     splits = list(_splits(inputs, config.split_bytes))
-    folder = None
+    folder, programs = None, Programs()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        mapping = _MapTask(config, str(folder), os.getcwd())
+        mapping = _MapTask(config, programs, str(folder), os.getcwd())
         with session(on):
-            run_tasks(mapping, splits, on=on, workers=workers, attempts=config.max_attempts)
+            run_tasks(mapping, splits, on=on, workers=workers, attempts=config.max_attempts, end=programs.end)
             if config.reducer:
-                reducing = _ReduceTask(config, str(folder), os.getcwd(), len(splits))
+                reducing = _ReduceTask(config, programs, str(folder), os.getcwd(), len(splits))
                 numbers = range(config.num_reducers)
-                run_tasks(reducing, numbers, on=on, workers=workers, attempts=config.max_attempts)
+                run_tasks(
+                    reducing, numbers, on=on, workers=workers, attempts=config.max_attempts, end=programs.end
+                )
         (folder / "out").mkdir(exist_ok=True)
         (folder / "out" / "_SUCCESS").touch()
         os.rename(folder / "out", target)
@@ -157,6 +160,7 @@ def _splits(inputs: Sequence[str], split_bytes: int) -> Iterator[_Split]:
 @dataclass(frozen=True, slots=True)
 class _MapTask:
     config: StreamingConfig
+    programs: Programs
     folder: str
     directory: str
     """Directory of the command: programs are named from there."""
@@ -183,7 +187,7 @@ class _MapTask:
             for file in files:
                 file.close()
         for name in names:
-            _sorted(name, str(split))
+            _sorted(self.programs, name, str(split))
             if config.combiner:
                 self._combine(split, name)
         done = Path(self.folder) / f"map-{split.number}"
@@ -192,20 +196,25 @@ class _MapTask:
 
     def _mapped(self, split: _Split) -> Iterator[bytes]:
         variables = {"mapreduce_map_input_file": split.url, "mapreduce_task_partition": str(split.number)}
-        yield from _piped(self.config.mapper, "mapper", str(split), self.directory, _lines(split), variables)
+        yield from _piped(
+            self.programs, self.config.mapper, "mapper", str(split), self.directory, _lines(split), variables
+        )
 
     def _combine(self, split: _Split, name: Path) -> None:
         combined = name.with_suffix(".combined")
         with name.open("rb") as lines, combined.open("wb") as file:
-            for line in _piped(self.config.combiner, "combiner", str(split), self.directory, lines, {}):
+            for line in _piped(
+                self.programs, self.config.combiner, "combiner", str(split), self.directory, lines, {}
+            ):
                 file.write(line)
         os.rename(combined, name)
-        _sorted(name, str(split))
+        _sorted(self.programs, name, str(split))
 
 
 @dataclass(frozen=True, slots=True)
 class _ReduceTask:
     config: StreamingConfig
+    programs: Programs
     folder: str
     directory: str
     num_maps: int
@@ -217,13 +226,14 @@ class _ReduceTask:
         variables = {"mapreduce_task_partition": str(number)}
         with (
             # Names by a file: a command line holds too few.
-            subprocess.Popen(
+            self.programs.start(
                 [*_SORT, "-m", "-T", self.folder, "--files0-from=-"],
                 env={**os.environ, **_BYTEWISE},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             ) as merge,
+            merge,
             _whole(out / f"part-{number:05}") as file,
         ):
             assert merge.stdin is not None
@@ -233,7 +243,7 @@ class _ReduceTask:
             merge.stdin.close()
             where = f"partition {number} of {self.config.num_reducers}"
             for line in _piped(
-                self.config.reducer, "reducer", where, self.directory, merge.stdout, variables
+                self.programs, self.config.reducer, "reducer", where, self.directory, merge.stdout, variables
             ):
                 file.write(line)
             merge.stdout.close()  # a reducer that stopped reading leaves lines behind
@@ -262,6 +272,7 @@ def _lines(split: _Split) -> Iterator[bytes]:
 
 
 def _piped(
+    programs: Programs,
     command: str,
     role: str,
     where: str,
@@ -270,16 +281,18 @@ def _piped(
     variables: dict[str, str],
 ) -> Iterator[bytes]:
     """Lines that a program, run in `directory`, prints for these. DataError where it fails, or prints what is no text."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as said, contextlib.ExitStack() as stack:
         try:
-            process = subprocess.Popen(
-                shlex.split(command),
-                cwd=directory,
-                env={**os.environ, **variables},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                bufsize=BUFFER,
+            process = stack.enter_context(
+                programs.start(
+                    shlex.split(command),
+                    cwd=directory,
+                    env={**os.environ, **variables},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    bufsize=BUFFER,
+                )
             )
         except OSError as error:
             hint = "; a script begins with a line such as #!/usr/bin/env python3" * (
@@ -290,36 +303,32 @@ def _piped(
             ) from None
         assert process.stdin is not None
         assert process.stdout is not None
+        stack.callback(process.stdout.close)
         problems: list[BaseException] = []
         feeder = threading.Thread(target=_feed, args=(process.stdin, lines, problems), daemon=True)
         feeder.start()
-        try:
-            for number, line in enumerate(process.stdout, 1):
-                try:
-                    line.decode()
-                except UnicodeDecodeError:
-                    raise _failed(
-                        f"{role} {command}",
-                        where,
-                        f"line {number} of what it printed is not UTF-8 text: {line[:60]!r}",
-                    ) from None
-                yield line if line.endswith(b"\n") else line + b"\n"
-            code = process.wait()
-            feeder.join()
-            if problems:
-                raise problems[0]
-            if code:
-                said.seek(0)
-                words = said.read()[-2000:].decode(errors="replace").strip().splitlines()
+        for number, line in enumerate(process.stdout, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
                 raise _failed(
                     f"{role} {command}",
                     where,
-                    f"it ended with exit code {code}; last it said: {words[-1] if words else 'nothing'}",
-                )
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+                    f"line {number} of what it printed is not UTF-8 text: {line[:60]!r}",
+                ) from None
+            yield line if line.endswith(b"\n") else line + b"\n"
+        code = process.wait()
+        feeder.join()
+        if problems:
+            raise problems[0]
+        if code:
+            said.seek(0)
+            words = said.read()[-2000:].decode(errors="replace").strip().splitlines()
+            raise _failed(
+                f"{role} {command}",
+                where,
+                f"it ended with exit code {code}; last it said: {words[-1] if words else 'nothing'}",
+            )
 
 
 def _feed(stdin: IO[bytes], lines: Iterator[bytes] | IO[bytes], problems: list[BaseException]) -> None:
@@ -340,15 +349,15 @@ def _failed(program: str, where: str, problem: str) -> DataError:
     )
 
 
-def _sorted(name: Path, where: str) -> None:
-    done = subprocess.run(
+def _sorted(programs: Programs, name: Path, where: str) -> None:
+    with programs.start(
         [*_SORT, "-T", str(name.parent), "-o", str(name), str(name)],
         env={**os.environ, **_BYTEWISE},
         stderr=subprocess.PIPE,
-        check=False,
-    )
-    if done.returncode:
-        raise _unsorted(done.stderr, where)
+    ) as sort:
+        _, said = sort.communicate()
+        if sort.returncode:
+            raise _unsorted(said, where)
 
 
 def _unsorted(said: bytes, where: str) -> DataError:
