@@ -408,6 +408,10 @@ class Ps:
 
     # ---- beside the steps -----------------------------------------------------------------------
 
+    @property
+    def weights_are_ahead(self) -> bool:
+        return self._session.knows_a_commit
+
     def forward(self, batch: Slice) -> Tree:
         if self._model is None:
             self._equalize()
