@@ -52,13 +52,15 @@ def on_local_tensors(optimizer: Optimizer) -> Iterator[None]:
 
 def _is_local(optimizer: Optimizer) -> bool:
     """Whether each element's update depends on no other element, and nothing reads the parameters meanwhile."""
+    if type(optimizer) not in ELEMENTWISE:
+        return False  # nor has every wrapper the attributes of torch's class
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )
-    if type(optimizer) not in ELEMENTWISE or any(hooks):
+    if any(hooks):
         return False
     found = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     return bool(found) and all(
