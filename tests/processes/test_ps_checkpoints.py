@@ -208,28 +208,50 @@ def differing(got: Launched, expected: Launched) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"), [("ps", "trainer"), ("ps", "loop"), ("ddp", "trainer"), ("fsdp", "trainer")]
+    ("strategy", "kind", "point"),
+    [
+        ("ps", "trainer", "checkpoint written"),
+        ("ps", "trainer", "checkpoint not written"),
+        ("ps", "loop", "checkpoint written"),
+        ("ddp", "trainer", "checkpoint written"),
+        ("fsdp", "trainer", "checkpoint written"),
+    ],
 )
 def test_a_replaced_rank_0_leaves_the_checkpoints_of_the_steps_that_it_replays(
-    launch_script: Launch, strategy: str, kind: str
+    launch_script: Launch, strategy: str, kind: str, point: str
 ) -> None:
-    def run(name: str, **options: Any) -> Launched:
+    def run(name: str, faults: Faults | None = None) -> Launched:
         servers = 2 if strategy == "ps" else None
         done = launch_script(
-            AT_EVERY_STEP, workers=2, strategy=strategy, servers=servers, args=(kind,), name=name, **options
+            AT_EVERY_STEP,
+            workers=2,
+            strategy=strategy,
+            servers=servers,
+            args=(kind,),
+            name=name,
+            faults=faults or Faults(),
         )
         assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
         return done
 
     undisturbed = run("undisturbed")
-    # The second time it replays the end of the first epoch, whose weights are the best ones.
-    faults = Faults().kill("worker-0", at_step=3, at="worker: checkpoint written")
-    killed = run(
-        "killed", faults=faults.kill("worker-0", at_step=7, incarnation=1) if kind == "trainer" else faults
-    )
-    assert killed.summary["restarts"] == len(faults.planned) + (kind == "trainer")
+    faults = Faults().kill("worker-0", at_step=3, at=f"worker: {point}")
+    if kind == "trainer":  # it replays the end of the first epoch, whose weights are the best ones
+        faults = faults.kill("worker-0", at_step=7, incarnation=1)
+    killed = run("killed", faults)
+    assert killed.summary["restarts"] == len(faults.planned)
     assert differing(killed, undisturbed) == []
     assert "were moved to" not in killed.stderr
+
+
+def test_a_replaced_rank_0_of_a_relaxed_run_goes_on_saving(launch_script: Launch) -> None:
+    faults = Faults().kill("worker-0", at_step=2, at="worker: checkpoint written")
+    done = launch_script(
+        AT_EVERY_STEP, workers=2, strategy="ps:ssp=1", servers=1, args=("trainer",), faults=faults
+    )
+    assert (done.exit_code, done.summary["restarts"]) == (0, 1), f"{done.error}\n{done.stderr}"
+    # Its own steps are saved, and with a bound of 1 some of them are of the second epoch.
+    assert max(name for name in saved(done.run_dir) if "step-" in name) > "checkpoints/step-000000004"
 
 
 def test_a_job_that_ends_while_rank_0_replays_goes_on_from_the_newest_checkpoint(
