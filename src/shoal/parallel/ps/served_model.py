@@ -249,7 +249,8 @@ class DenseParameters:
         self.newest = max(self.newest, pull.updates)
         targets: list[Tensor] = []
         values: list[Tensor] = []
-        for chunk in (each for each in self._chunks if each.spec.number in pull.arrived):
+        arrived = [each for each in self._chunks if each.spec.number in pull.arrived]
+        for chunk in arrived:
             flat = as_flat(pull.arrived[chunk.spec.number], chunk.dtype)
             device = chunk.accelerator
             if device is not None:
@@ -265,7 +266,8 @@ class DenseParameters:
                     parameter.copy_(whole.view(parameter.shape))
         if targets:
             torch._foreach_copy_(targets, values)
-        self._versions = {id(parameter): parameter._version for parameter in self._parameters.values()}
+        # Of these alone: another may have been written since it arrived.
+        self._versions |= {id(view[0]): view[0]._version for chunk in arrived for view in chunk.views}
         pull.release()
 
     @property
