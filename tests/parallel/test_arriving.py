@@ -85,6 +85,7 @@ def test_a_view_from_before_is_waited_for_too_and_a_look_at_a_shape_is_not() -> 
     with arrival.weights.watched():
         arrival.follow()
         assert all(parameter.shape and parameter.grad is None for parameter in model.parameters())
+        assert all(isinstance(parameter._version, int) for parameter in model.parameters())
         assert arrival.came == []
         assert (view + 0 == 1.0).all()
         assert arrival.came == [0]

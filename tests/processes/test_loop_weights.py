@@ -246,6 +246,103 @@ def test_weights_changed_after_a_step_are_the_scripts_own_matter(
         torch.testing.assert_close(two[name], one[name], rtol=1e-10, atol=1e-12)
 
 
+CLAMPED = """
+model, optimizer, batches = set_up(0)
+other, of_other, _ = set_up(1)
+for a, b in batches:
+    optimizer.zero_grad()
+    loss_of(model, a, b).backward()
+    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            WRITE
+    of_other.zero_grad()
+    loss_of(other, a, b).backward()
+    of_other.step()
+keep("model", model)
+"""
+ONE_MODEL = (
+    CLAMPED.replace("other, of_other, _ = set_up(1)", "").replace("of_other", "int").split("    int.")[0]
+)
+WRITTEN = "changed by something besides optimizer.step()"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ONE_MODEL.replace("WRITE", "p.clamp_(-0.1, 0.1)"),
+        ONE_MODEL.replace("WRITE", "p.data.clamp_(-0.1, 0.1)"),
+        CLAMPED.replace("WRITE", "p.clamp_(-0.1, 0.1)"),
+        ONE_MODEL.replace("WRITE", "p.clamp_(-0.1, 0.1)") + "    if True: shoal.checkpoint()",
+        "model, optimizer, batches = set_up(0)\nfor a, b in batches:\n    loss_of(model, a, b).backward()\n"
+        "    shoal.sum_gradients(optimizer)\n    with torch.no_grad():\n        for p in model.parameters():\n"
+        "            p.mul_(0.9)\n    optimizer.step()\n",
+    ],
+    ids=["in place", "through .data", "two models", "before a checkpoint", "before the step"],
+)
+def test_weights_changed_after_a_step_are_refused_where_servers_hold_them(
+    launch_script: Launch, tmp_path: Path, body: str
+) -> None:
+    done = launch_script(HEAD + body + TAIL, workers=2, args=(str(tmp_path),), strategy="ps", servers=1)
+    assert done.exit_code == 2, done.stderr
+    assert WRITTEN in str(done.error)
+    assert not list(tmp_path.glob("rank-*"))
+
+
+def test_weights_that_are_restored_before_the_next_batch_are_those_of_the_servers(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    body = """
+before = None
+model, optimizer, batches = set_up(0)
+for a, b in batches:
+    optimizer.zero_grad()
+    loss_of(model, a, b).backward()
+    optimizer.step()
+    with torch.no_grad():
+        kept = [p.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.zero_()
+        for p, old in zip(model.parameters(), kept):
+            p.copy_(old)
+keep("model", model)
+"""
+    trained = []
+    for strategy in ("ddp", "ps"):
+        (tmp_path / strategy).mkdir()
+        done = launch_script(
+            HEAD + body + TAIL, workers=2, args=(str(tmp_path / strategy),), strategy=strategy
+        )
+        assert done.exit_code == 0, done.error
+        trained.append(load_file(tmp_path / strategy / "rank-0.safetensors"))
+    for name in trained[0]:
+        torch.testing.assert_close(trained[1][name], trained[0][name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("workers", "write"), [(2, "weight.data.clamp_(-0.1, 0.1)"), (1, "weight.detach().clamp_(-0.1, 0.1)")]
+)
+def test_a_callback_that_changes_weights_is_refused_where_servers_hold_them(
+    launch_script: Launch, workers: int, write: str
+) -> None:
+    source = f"""
+import torch, shoal
+from torch import nn
+class Clamps(shoal.callbacks.Callback):
+    ranks = "every"
+    def on_step_end(self, trainer, logs):
+        for weight in trainer.model.parameters():
+            {write}
+x = torch.ones(32, 2)
+trainer = shoal.Trainer(nn.Linear(2, 1), loss=nn.MSELoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+                        callbacks=[Clamps()], seed=0)
+trainer.fit(shoal.Dataset.from_arrays((x, x[:, :1])).batch(8), epochs=1)
+"""
+    done = launch_script(source, workers=workers, strategy="ps", servers=1)
+    assert done.exit_code == 2, done.stderr
+    assert "they live on servers" in str(done.error)
+
+
 def test_verify_names_weights_that_the_script_writes_itself(
     invoke: Callable[..., Result], tmp_path: Path
 ) -> None:

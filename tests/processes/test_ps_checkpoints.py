@@ -14,6 +14,7 @@ import torch
 from launched import Launched
 from safetensors.torch import load_file
 
+from shoal import Faults
 from shoal.cluster.launch.api import launch, resume_config
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from waiting import wait_until
@@ -149,3 +150,129 @@ def test_weights_loaded_between_fits_leave_the_optimizer_its_state(launch_script
         assert done.exit_code == 0, done.error
         said.append(done.stdout)
     assert said[0] == said[1]
+
+
+AT_EVERY_STEP = """
+import sys, torch, shoal
+from pathlib import Path
+from shoal.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch import nn
+
+class Uploads(Callback):
+    def on_step_end(self, trainer, logs):
+        trainer.wish_checkpoint()
+    def on_checkpoint(self, trainer, path):
+        assert (Path(path) / "manifest.json").exists(), path
+
+x = torch.randn(64, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+data = shoal.Dataset.from_arrays((x, x.sum(1, keepdim=True))).shuffle(seed=0).batch(16)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+if sys.argv[1] == "loop":
+    model, optimizer, data = shoal.setup(model, torch.optim.Adam(model.parameters(), lr=0.01), data)
+    step = shoal.resume(step=0).step
+    for a, b in data:  # of one epoch
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(a), b).backward()
+        optimizer.step()
+        step += 1
+        shoal.checkpoint(step=step)
+else:
+    first_is_best = EarlyStopping("loss", mode="max", patience=9, restore_best=True)
+    at_every_step = [ModelCheckpoint(every_steps=1, keep_last=9), first_is_best]
+    callbacks = at_every_step if sys.argv[1] == "trainer" else [ModelCheckpoint(keep_last=1), Uploads()]
+    trainer = shoal.Trainer(model, loss=nn.MSELoss(), seed=0, callbacks=callbacks,
+                            optimizer=lambda params: torch.optim.Adam(params, lr=0.01))
+    trainer.fit(data, epochs=2)
+"""
+
+
+def saved(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of every checkpoint and saved model in a run's directory, by its path there."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for file in sorted(folder.rglob("*.safetensors")):
+        found.setdefault(str(file.parent.relative_to(folder)), {}).update(load_file(file))
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def differing(got: Launched, expected: Launched) -> list[str]:
+    ours, theirs = saved(got.run_dir), saved(expected.run_dir)
+    names = sorted(ours.keys() | theirs.keys())
+    return [
+        name for name in names if not (name in ours and name in theirs and same(ours[name], theirs[name]))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "point"),
+    [
+        ("ps", "trainer", "checkpoint written"),
+        ("ps", "trainer", "checkpoint not written"),
+        ("ps", "loop", "checkpoint written"),
+        ("ddp", "trainer", "checkpoint written"),
+        ("fsdp", "trainer", "checkpoint written"),
+    ],
+)
+def test_a_replaced_rank_0_leaves_the_checkpoints_of_the_steps_that_it_replays(
+    launch_script: Launch, strategy: str, kind: str, point: str
+) -> None:
+    def run(name: str, faults: Faults | None = None) -> Launched:
+        servers = 2 if strategy == "ps" else None
+        done = launch_script(
+            AT_EVERY_STEP,
+            workers=2,
+            strategy=strategy,
+            servers=servers,
+            args=(kind,),
+            name=name,
+            faults=faults or Faults(),
+        )
+        assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+        return done
+
+    undisturbed = run("undisturbed")
+    faults = Faults().kill("worker-0", at_step=3, at=f"worker: {point}")
+    if kind == "trainer":  # it replays the end of the first epoch, whose weights are the best ones
+        faults = faults.kill("worker-0", at_step=7, incarnation=1)
+    killed = run("killed", faults)
+    assert killed.summary["restarts"] == len(faults.planned)
+    assert differing(killed, undisturbed) == []
+    assert "were moved to" not in killed.stderr
+
+
+def test_a_replaced_rank_0_of_a_relaxed_run_goes_on_saving(launch_script: Launch) -> None:
+    faults = Faults().kill("worker-0", at_step=2, at="worker: checkpoint written")
+    done = launch_script(
+        AT_EVERY_STEP, workers=2, strategy="ps:ssp=1", servers=1, args=("trainer",), faults=faults
+    )
+    assert (done.exit_code, done.summary["restarts"]) == (0, 1), f"{done.error}\n{done.stderr}"
+    # Its own steps are saved, and with a bound of 1 some of them are of the second epoch.
+    assert max(name for name in saved(done.run_dir) if "step-" in name) > "checkpoints/step-000000004"
+
+
+def test_a_job_that_ends_while_rank_0_replays_goes_on_from_the_newest_checkpoint(
+    launch_script: Launch,
+) -> None:
+    options: Any = {"workers": 2, "strategy": "ps", "servers": 2, "args": ("trainer",)}
+    undisturbed = launch_script(AT_EVERY_STEP, name="undisturbed", **options)
+    faults = Faults().kill("worker-0", at_step=3, at="worker: checkpoint written")
+    ended = launch_script(
+        AT_EVERY_STEP, name="ended", faults=faults.fail("worker-0", at_step=3, incarnation=1), **options
+    )
+    assert ended.exit_code != 0
+    resumed = launch_script(AT_EVERY_STEP, name="ended", resume=True, **options)
+    assert resumed.exit_code == 0, f"{resumed.error}\n{resumed.stderr}"
+    assert differing(resumed, undisturbed) == []
+
+
+def test_a_checkpoint_that_is_gone_when_its_step_is_replayed_is_not_announced_again(
+    launch_script: Launch,
+) -> None:
+    faults = Faults().kill("worker-0", at_step=5, at="worker: checkpoint written")
+    done = launch_script(AT_EVERY_STEP, workers=2, strategy="ps", servers=1, args=("uploads",), faults=faults)
+    assert (done.exit_code, done.summary["restarts"]) == (0, 1), f"{done.error}\n{done.stderr}"
+    assert [name for name in saved(done.run_dir) if "step-" in name] == ["checkpoints/step-000000008"]

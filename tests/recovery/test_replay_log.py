@@ -66,3 +66,12 @@ def test_what_a_rank_has_finished_itself_is_not_taken_again() -> None:
     log.inherit({0: "x", 1: "y"})
     assert not log.is_catching_up
     assert log.num_known == 2
+
+
+def test_a_replay_knows_of_a_kind_until_its_last_result_is_recalled() -> None:
+    log = ExchangeLog()
+    log.inherit({0: "a", 1: 2.0, 2: "b"}, starts_at=0)
+    known = [log.knows(float)]
+    while log.recall()[0]:
+        known.append(log.knows(float))
+    assert known == [True, True, False, False]

@@ -403,6 +403,20 @@ class HoldsCopy(Protocol):
 
 
 @runtime_checkable
+class ReplaysSteps(Protocol):
+    """A strategy whose replaced worker replays steps that are applied to the weights already."""
+
+    @property
+    def weights_are_ahead(self) -> bool:
+        """Whether the weights are of a later step than this process has come to."""
+        ...
+
+
+def weights_are_ahead(strategy: Strategy) -> bool:
+    return isinstance(strategy, ReplaysSteps) and strategy.weights_are_ahead
+
+
+@runtime_checkable
 class Leased(Protocol):
     """A relaxed strategy: each worker trains whole batches of its own, handed out as leases."""
 

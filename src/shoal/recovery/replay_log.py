@@ -58,6 +58,10 @@ class ExchangeLog:
         self.finish(result)
         return True, result
 
+    def knows(self, kind: type) -> bool:
+        """Whether a result of this kind is known and not replayed yet."""
+        return any(isinstance(known, kind) for known in self._inherited.values())
+
     def pass_up_to(self, kind: type) -> bool:
         """Replay all results before the first known one of this kind; False if none is known."""
         at = min(

@@ -31,13 +31,14 @@ from shoal.parallel.protocol import (
     RunsRounds,
     StepResult,
     WeightsFollow,
+    weights_are_ahead,
 )
 from shoal.parallel.step import merge_turns
 from shoal.runtime import recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.train.callbacks.base import StepLogs
 from shoal.train.calls import asked_to_leave
-from shoal.train.checkpoint.saving import Snapshots
+from shoal.train.checkpoint.saving import Snapshots, is_there
 from shoal.train.load_balance import LoadBalance
 from shoal.train.profiling import PROFILER
 from shoal.train.progress import BEFORE_A_STEP, FitStart, History, LoopPlace, note_anchor
@@ -345,7 +346,9 @@ class FitLoop:
         if result.checkpoint:
             # A user's callback finds it written.
             path = trainer.save_checkpoint(background=not self._callbacks.has_own("on_checkpoint"))
-            self._callbacks.call("on_checkpoint", trainer, path)
+            # That of a replayed step may have been removed since.
+            if not weights_are_ahead(self._strategy) or is_there(path):
+                self._callbacks.call("on_checkpoint", trainer, path)
         else:
             self._snapshots.after_step()
         self._over = result.stop or self._reached_the_end()

@@ -28,6 +28,7 @@ _NO_VALUES = frozenset(
     for name in (
         "shape", "dtype", "device", "layout", "ndim", "grad", "grad_fn", "requires_grad", "is_leaf", "names",
         "is_sparse", "is_quantized", "is_meta", "is_cuda", "is_cpu", "is_nested", "itemsize", "nbytes",
+        "_version",
     )
     if (getter := getattr(Tensor, name, None)) is not None
 ) | {_TENSOR.grad.__set__, Tensor.size, Tensor.numel, Tensor.dim, Tensor.is_contiguous, Tensor.is_floating_point}  # fmt: skip

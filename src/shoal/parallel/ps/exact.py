@@ -27,7 +27,7 @@ from shoal.config.job import Job
 from shoal.config.row_policy import refuse_seconds
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
-from shoal.errors import TrainingError
+from shoal.errors import ConfigError, TrainingError
 from shoal.parallel.buffers import BufferSync
 from shoal.parallel.compute import Compute, place
 from shoal.parallel.own_gradients import OwnGradients
@@ -169,6 +169,9 @@ class Ps:
     def about_to_run(self) -> None:
         """Pull the weights of the last commit, and keep the buffers: forward writes into them."""
         self._lay_out(None)  # in a script's own loop no batch is known
+        # A Trainer looks for writes through `.data` after each of its callbacks.
+        is_due = self._own is not None and not self._has_looked and self.step.bit_count() == 1
+        self._refuse_changed_copy(is_due=is_due)
         self._refresh()
         self._look_up(self._weights_at, training=True)
         if not self._has_looked:  # else another batch of the same step
@@ -228,6 +231,7 @@ class Ps:
             self._own.forget()
             return
         self._own.check()
+        self._refuse_changed_copy()
         self._begin()
         if self._own.is_summed and self._rank:
             self._own.forget()  # rank 0 pushes the sum
@@ -247,6 +251,7 @@ class Ps:
             step.release()
         else:
             self._buffers.was_computed_elsewhere()
+            self._weights_at = -1  # a copy pulled before may be of this step or of a later one
             self._session.have_two_phases()
             if self._session.mode.two_phase:
                 # The worker that committed it may have died before it had told every server.
@@ -408,6 +413,10 @@ class Ps:
 
     # ---- beside the steps -----------------------------------------------------------------------
 
+    @property
+    def weights_are_ahead(self) -> bool:
+        return self._session.knows_a_commit
+
     def forward(self, batch: Slice) -> Tree:
         if self._model is None:
             self._equalize()
@@ -483,6 +492,7 @@ class Ps:
     def _pull_weights(self, *, with_rows: bool = True) -> None:
         assert self._model is not None
         self._arriving.settle()
+        self._refuse_changed_copy()
         if self._home_at != self._session.updates:
             self._model.pull_weights(self._session.updates, with_rows=with_rows)
             self._weights_at, self._is_whole = self._session.updates, True
@@ -530,10 +540,31 @@ class Ps:
         has_them = self._weights_at == self._session.updates and self._is_whole == is_whole
         if self._model is not None and not has_them:
             self._arriving.settle()
+            self._refuse_changed_copy()
             self._model.dense.refresh(self._session.group, self._session.updates, is_whole=is_whole)
             self._weights_at, self._is_whole = self._session.updates, is_whole
             if not is_whole:
                 self._home_at = -1
+
+    def _refuse_changed_copy(self, *, is_due: bool = False) -> None:
+        """Refuse weights that the script or a callback has written: the next pull would undo it without a word.
+
+        Values are compared where torch counted a write, or if it `is_due`: a script may restore what it
+        changed. Meanwhile the servers hold what was pulled last.
+        """
+        is_exact = self._session.mode.kind == "exact"
+        if self._model is None or self._weights_at < 0 or not is_exact or self._session.next_is_known:
+            return
+        dense = self._model.dense
+        if not (is_due or dense.is_written):
+            return
+        self._arriving.settle()
+        changed = dense.changed_name(self._session.group, self._session.updates, is_whole=self._is_whole)
+        if changed is not None:
+            raise ConfigError(
+                f"the weights '{changed}' were changed by something besides optimizer.step(), and under '{self._launched.strategy}' they live "
+                f"on servers: the change of a worker's copy would be lost. Nothing was trained after step {self.step}; use --strategy ddp."
+            )
 
     def _have_newest(self) -> int:
         """Pull the newest weights for a forward that does not train; returns the clock for reading rows."""

@@ -123,7 +123,8 @@ class DenseParameters:
             chunk_bytes=chunk_bytes,
             first_number=first_chunk,
         )
-        parameters = {name: parameter for name, parameter, _ in named}
+        self._parameters = parameters = {name: parameter for name, parameter, _ in named}
+        self._versions: dict[int, int] = {}  # of the parameters, as the last pull left them
         self._chunks: list[_Chunk] = []
         self._of_parameter: dict[int, list[_Chunk]] = {}
         for spec in specs:
@@ -248,7 +249,8 @@ class DenseParameters:
         self.newest = max(self.newest, pull.updates)
         targets: list[Tensor] = []
         values: list[Tensor] = []
-        for chunk in (each for each in self._chunks if each.spec.number in pull.arrived):
+        arrived = [each for each in self._chunks if each.spec.number in pull.arrived]
+        for chunk in arrived:
             flat = as_flat(pull.arrived[chunk.spec.number], chunk.dtype)
             device = chunk.accelerator
             if device is not None:
@@ -264,7 +266,28 @@ class DenseParameters:
                     parameter.copy_(whole.view(parameter.shape))
         if targets:
             torch._foreach_copy_(targets, values)
+        # Of these alone: another may have been written since it arrived.
+        self._versions |= {id(view[0]): view[0]._version for chunk in arrived for view in chunk.views}
         pull.release()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether something besides a pull has written into a parameter in place; torch does not count writes through `.data`."""
+        return any(p._version != self._versions.get(id(p), p._version) for p in self._parameters.values())
+
+    @torch.no_grad()
+    def changed_name(self, group: Group, clock: int, *, is_whole: bool) -> str | None:
+        """Name of a parameter that is not as the last pull left it, if there is one. They are pulled again."""
+        before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self.refresh(group, clock, is_whole=is_whole)
+        return next(
+            (
+                name
+                for name, parameter in self._parameters.items()
+                if not torch.allclose(before[name], parameter, rtol=0, atol=0, equal_nan=True)
+            ),
+            None,
+        )
 
     def flat(self, chunk: ChunkSpec) -> Tensor:
         """A chunk's elements, from the parameters of this process."""

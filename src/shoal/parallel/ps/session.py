@@ -77,6 +77,11 @@ class PsSession(ReplayLog):
         """Whether the others of a replacement are in no call, so that its script may read its model."""
         return self._recovery_state is not None and self._recovery_state.call_is_over
 
+    @property
+    def knows_a_commit(self) -> bool:
+        """Whether the servers are ahead: a step that this process has yet to replay is applied there."""
+        return self._log.knows(np.ndarray)
+
     # ---- exchanges ------------------------------------------------------------------------------
 
     def exchange(self, contribution: bytes) -> list[bytes]:

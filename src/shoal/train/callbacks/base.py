@@ -161,9 +161,8 @@ class CallbackList:
                 run(trainer, *args)
                 continue
             # Reading all weights takes time: at other steps only torch's version counters are compared.
-            self._is_deep = callback.ranks == "zero" and (
-                hook != "on_step_end" or trainer.step.bit_count() == 1
-            )
+            is_watched = callback.ranks == "zero" or isinstance(trainer.strategy, HoldsCopy)
+            self._is_deep = is_watched and (hook != "on_step_end" or trainer.step.bit_count() == 1)
             self._standing = self._look(trainer)
             run(trainer, *args)
             before, self._standing = self._standing, None

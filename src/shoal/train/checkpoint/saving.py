@@ -39,6 +39,7 @@ from shoal.parallel.protocol import (
     TracksRows,
     has_diverged,
     holds_parts,
+    weights_are_ahead,
 )
 from shoal.parallel.state import MODEL, expected_shapes, optimizer_settings, plain_tensors
 from shoal.ps.client.bulk_transfer import RowStamps
@@ -70,7 +71,8 @@ _METRICS = "metrics/"
 def save_model(trainer: Trainer, path: str) -> None:
     """Only the weights, for inference: tied ones under each of their names, as `load_state_dict` wants them."""
     pieces = [piece for piece in trainer.strategy.state() if piece.name.startswith(MODEL)]
-    if trainer.rank == 0:
+    # In a replay it is written already, and the weights are later ones.
+    if trainer.rank == 0 and not weights_are_ahead(trainer.strategy):
         seen: set[int] = set()
         for number, piece in enumerate(pieces):
             at = piece.tensor.data_ptr()
@@ -94,9 +96,17 @@ def save_checkpoint(
     In the background, training waits for a copy of the state in memory; without room for one, for
     the disk. Of tables on servers it then holds the rows that changed since the one before, as
     often as ModelCheckpoint's `full_every` says.
+
+    Of a step that is replayed nothing is written, since its weights are gone; nor are later
+    checkpoints set aside, since they are of this run.
     """
     home = directory or _homes(trainer)[0]
     path = step_path(home, trainer.step)
+    if weights_are_ahead(trainer.strategy):
+        list(_metric_pieces(trainer))  # collective
+        if is_there(path):
+            trainer.progress.newest_checkpoint = path
+        return path
     writer, previous = trainer.checkpoints, trainer.progress.newest_checkpoint
     writer.wait(is_back_pressure=background)
     full_every = max((each.full_every for each in trainer.callbacks), default=1) if background else 1
@@ -209,7 +219,7 @@ class Increments:
             or before.number + 1 >= full_every
             or before.step >= step  # it would be replaced by the one that needs it, or set aside
             or before.changes.num_table_bytes < TABLE_BYTES
-            or not Place.at(path).has(MANIFEST)
+            or not is_there(path)
         ):
             return Increment(home, step, None, 0, RowStamps({}))
         return Increment(home, step, path, before.number + 1, RowStamps(before.changes.read_to))
@@ -222,6 +232,11 @@ def _writes_parts(trainer: Trainer, path: str) -> bool:
     """Whether every rank writes its own parts: if it has any, and all ranks see the directory."""
     sees_it = Place.at(path).local is not None and not trainer.job.is_on_several_hosts
     return sees_it and isinstance(trainer.strategy, HoldsParts)
+
+
+def is_there(path: str) -> bool:
+    """Whether the checkpoint is whole on disk, and has not been removed since."""
+    return Place.at(path).has(MANIFEST)
 
 
 def _nothing() -> None:
