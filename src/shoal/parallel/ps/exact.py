@@ -478,7 +478,8 @@ class Ps:
 
     def pull_weights(self) -> None:
         if self._model is not None:
-            self._pull_weights()
+            # At the end of a call: a second Trainer of this model may have written the copy since.
+            self._pull_weights(refuses_changes=False)
 
     def refresh_copy(self) -> None:
         if self._current is not None:
@@ -489,10 +490,11 @@ class Ps:
         else:
             self._refresh(is_whole=True)
 
-    def _pull_weights(self, *, with_rows: bool = True) -> None:
+    def _pull_weights(self, *, with_rows: bool = True, refuses_changes: bool = True) -> None:
         assert self._model is not None
         self._arriving.settle()
-        self._refuse_changed_copy()
+        if refuses_changes:
+            self._refuse_changed_copy()
         if self._home_at != self._session.updates:
             self._model.pull_weights(self._session.updates, with_rows=with_rows)
             self._weights_at, self._is_whole = self._session.updates, True
