@@ -478,23 +478,22 @@ class Ps:
 
     def pull_weights(self) -> None:
         if self._model is not None:
-            # At the end of a call: a second Trainer of this model may have written the copy since.
-            self._pull_weights(refuses_changes=False)
+            self._pull_weights()
 
     def refresh_copy(self) -> None:
         if self._current is not None:
             return  # within a step: it runs on this copy, and its rows are yet to be pushed
         self._arriving.settle()
         if self._rows:
+            self._refuse_changed_copy()
             self._pull_weights()
         else:
             self._refresh(is_whole=True)
 
-    def _pull_weights(self, *, with_rows: bool = True, refuses_changes: bool = True) -> None:
+    def _pull_weights(self, *, with_rows: bool = True) -> None:
+        """Refuses no changed copy: at the end of a call a second Trainer of the model may have written it."""
         assert self._model is not None
         self._arriving.settle()
-        if refuses_changes:
-            self._refuse_changed_copy()
         if self._home_at != self._session.updates:
             self._model.pull_weights(self._session.updates, with_rows=with_rows)
             self._weights_at, self._is_whole = self._session.updates, True
