@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 import shoal
 from shoal.data.mapreduce import tasks
-from shoal.data.mapreduce.tasks import Claims
+from shoal.data.mapreduce.tasks import Claims, Indexed
 from shoal.errors import ConfigError, DataError, MapReduceFailed, MapReduceStalled
 from shoal.runtime import events
 
@@ -310,8 +310,6 @@ def test_a_task_that_somebody_holds_for_too_long_is_said_with_its_holder(tmp_pat
             buffer_bytes=1 << 20,
             num_map_tasks=4,
         )
-        from shoal.data.mapreduce.tasks import Indexed
-
         mine = tasks.Tasks(
             plan, Indexed(*data._random_access("x"), None), tmp_path / "agg", run="x", timeout_s=0.2
         )
@@ -325,6 +323,46 @@ def test_a_task_that_somebody_holds_for_too_long_is_said_with_its_holder(tmp_pat
         os.waitpid(child, 0)
     mine.finish()  # the kernel has let go of the dead process's lock
     assert mine.is_complete
+
+
+@pytest.mark.parametrize("moment", range(1, 9))
+def test_a_finished_map_task_is_not_run_again_while_another_process_completes_the_result(
+    tmp_path: Path, moment: int
+) -> None:
+    data = shoal.Dataset.from_torch(list(range(1000)))
+    mapped: Counter[int] = Counter()
+
+    def look(number: int) -> list[tuple[int, int]]:
+        mapped[number] += 1
+        return [(0, number)]
+
+    plan = tasks.AggregatePlan(
+        map=look, combine=add, reduce=add, num_partitions=1, buffer_bytes=1 << 20, num_map_tasks=3
+    )
+
+    def make(kind: type[tasks.Tasks]) -> tasks.Tasks:
+        return kind(plan, Indexed(*data._random_access("x"), None), tmp_path / "agg", run="x", timeout_s=5.0)
+
+    other = make(tasks.Tasks)
+    looks = 0
+
+    class Overtaken(tasks.Tasks):
+        """The other process runs the map tasks after two looks at the directory, and the rest at `moment`."""
+
+        def _missing(self, names: list[str]) -> list[str]:
+            nonlocal looks
+            found = super()._missing(names)
+            looks += 1
+            if looks == 2:
+                other._run_all(other.map_names, other._map)
+            if looks == moment:
+                other.finish()
+            return found
+
+    mine = make(Overtaken)
+    mine.finish()
+    assert mine.is_complete
+    assert mapped == dict.fromkeys(range(1000), 1)
 
 
 @pytest.mark.parametrize(

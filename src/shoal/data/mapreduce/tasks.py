@@ -311,7 +311,8 @@ class Tasks:
                 if claim is None:
                     continue
                 try:
-                    if not self.is_complete and self._missing([name]):
+                    # In this order: who completes the last part removes the map outputs, which are then missing for good.
+                    if self._missing([name]) and not self.is_complete:
                         self._attempt(name, int(name[-5:]), claim, run)
                         has_run = True
                 finally:
