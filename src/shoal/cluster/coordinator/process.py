@@ -141,8 +141,8 @@ class Coordinator:
         except OSError:
             return  # it was gone before the accept
         if self._supervisor and not unix.is_descendant(peer.pid, self._supervisor):
-            sock.close()
             self._count_refusal(f"process {peer.pid} is none of this job's")
+            sock.close()  # after the count: whoever sees the end of the connection finds its reason
             return
         self._take_in(sock, pid=peer.pid if self._supervisor else 0)
 
@@ -158,8 +158,8 @@ class Coordinator:
         """Register a connection. `pid` is the peer's process by the kernel; 0: not checked."""
         if len(self._connections) >= self._max_connections:
             # Without a descriptor to spare, accept would fail and select would spin on the listener.
-            sock.close()
             self._count_refusal(f"there are {len(self._connections)} connections already")
+            sock.close()
             return
         sock.setblocking(False)
         self._num_accepted += 1
