@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.cluster.hosts import authority, joining, seats
+from shoal.cluster.hosts import authority, files, joining, seats
 from shoal.cluster.hosts.agent import HostAgent
 from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.hosts.files import FileService, copy_shipped
 from shoal.cluster.hosts.joining import Admission, Door, JobFacts
-from shoal.errors import ConfigError, HostNotAdmitted, WireError
+from shoal.errors import ClusterError, ConfigError, HostNotAdmitted, WireError
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.framing import read_message, send_message
 from shoal.runtime.transport.messages.hosts import AgentReady, AgentStart, HostRefused, ListFiles, ReadFile
@@ -454,6 +454,51 @@ def test_hosts_copy_the_scripts_folder(open_head: Callable[..., Head], tmp_path:
     admission, there = head.join(), head.address.replace("shoal", "tls")
     copy_shipped(there, admission.credentials, tmp_path / "copy")
     assert (tmp_path / "copy" / "train.py").read_text() == head.script.read_text()
+
+
+def _drop_reads(monkeypatch: pytest.MonkeyPatch, num_times: int) -> list[str]:
+    """The head hangs up instead of sending a file, the first times; returns the paths that are read."""
+    read, paths = FileService._read, list[str]()
+
+    def dropping(self: FileService, is_shipped: bool, path: str, offset: int) -> bytes:
+        paths.append(path)
+        if path.startswith("z") and sum(each.startswith("z") for each in paths) <= num_times:
+            raise ConnectionResetError("cut")
+        return read(self, is_shipped, path, offset)
+
+    monkeypatch.setattr(FileService, "_read", dropping)
+    monkeypatch.setattr(files, "SHIP_RETRY_S", 0.01)
+    return paths
+
+
+def test_a_dropped_connection_goes_on_with_the_files_that_are_missing(
+    open_head: Callable[..., Head], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zoo.py").write_text("animals = []\n")
+    head, paths = open_head(), _drop_reads(monkeypatch, files.SHIP_TRIES - 1)
+    copy_shipped(head.address.replace("shoal", "tls"), head.join().credentials, tmp_path / "copy")
+    assert (tmp_path / "copy" / "zoo.py").read_text() == "animals = []\n"
+    assert paths == ["train.py", *["zoo.py"] * files.SHIP_TRIES, "run/host-mark"]
+
+
+def test_connections_that_are_dropped_again_and_again_are_one_paragraph(
+    open_head: Callable[..., Head], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zoo.py").write_text("animals = []\n")
+    head, paths = open_head(), _drop_reads(monkeypatch, 100)
+    with pytest.raises(ClusterError, match=r"5 connections were dropped, the last by .*; files copied: 1\."):
+        copy_shipped(head.address.replace("shoal", "tls"), head.join().credentials, tmp_path / "copy")
+    assert paths.count("zoo.py") == files.SHIP_TRIES
+
+
+def test_a_problem_of_the_own_disk_is_not_tried_again(
+    open_head: Callable[..., Head], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, paths = open_head(), _drop_reads(monkeypatch, 0)
+    (tmp_path / "copy").write_text("a file where the folder should be")
+    with pytest.raises(FileExistsError):
+        copy_shipped(head.address.replace("shoal", "tls"), head.join().credentials, tmp_path / "copy")
+    assert paths == []
 
 
 @pytest.mark.parametrize("path", ["../train.py", "/etc/passwd", "lock", "checkpoints/../../train.py"])
