@@ -228,7 +228,7 @@ class JoinPort(Endpoint):
             return bool(admitted)
 
         assert wait_until(is_admitted, 20.0)
-        self.door.release(admitted[0].number)
+        self.door.release(admitted[0].number, admitted[0].credentials.incarnation)
 
     def close(self) -> None:
         for each in self.door.joined():

@@ -9,10 +9,12 @@ from typing import NamedTuple, Protocol
 from simulation.cluster import Cluster
 from simulation.fencing import Fencing
 from simulation.hosts import HostedCluster
+from simulation.joining import Joining
 from simulation.leasing import Leasing
 from simulation.planted import PLANTED
 from simulation.planted_fences import PLANTED_FENCES
 from simulation.planted_hosts import PLANTED_HOSTS
+from simulation.planted_joins import PLANTED_JOINS
 from simulation.planted_leases import PLANTED_LEASES
 from simulation.planted_slots import PLANTED_SLOTS
 from simulation.planted_takeover import PLANTED_TAKEOVERS
@@ -43,9 +45,10 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "fencing": Fencing,
     "hosts": HostedCluster,
     "takeover": Takeover,
+    "joining": Joining,
 }
 """What is simulated: exact training through views, leases of samples, slots on servers, pushes of the replaced, lost hosts,
-lost heads."""
+lost heads, hosts that join."""
 
 BUGS: dict[str, type[Scenario]] = {
     **PLANTED,
@@ -54,6 +57,7 @@ BUGS: dict[str, type[Scenario]] = {
     **PLANTED_FENCES,
     **PLANTED_HOSTS,
     **PLANTED_TAKEOVERS,
+    **PLANTED_JOINS,
 }
 """What is wrong: a scenario in which it is."""
 

@@ -68,5 +68,18 @@ FINDS: dict[str, int] = {
     "a write of a former head counts": 4,
     "a copy without the newest launch is gone on with": 14,
     "a new head trains before its launch is in etcd": 108,
+    "a handshake that ends late frees the seat of the next (once real)": 133,
+    "a machine that joins again is given a second seat": 1,
+    "an agent of an older admission is believed": 180,
+    "an agent whose seat was taken back is believed": 54,
+    "incarnations of a host are counted anew after its loss": 0,
+    "a host whose agent never comes keeps its seat": 49,
+    "a host that copies files is taken for lost": 53,
+    "a host that comes back is given another's seat (once real)": 7,
+    "a joiner does not wait for a loss to be noticed": 0,
+    "a joiner that waits does not see added seats (once real)": 29,
+    "a host is admitted after the end": 0,
+    "a head that took over begins while a host is on its way": 117,
+    "a head that took over waits for the lost head's machine": 1,
 }
 """A planted bug: a seed that finds it."""

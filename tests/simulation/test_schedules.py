@@ -16,7 +16,15 @@ from simulation.running import BUGS, SCENARIOS, run
 from simulation.seeds import FINDS
 
 BLOCK = 200
-NUM_BLOCKS = {"training": 12, "leasing": 2, "serving": 1, "fencing": 1, "hosts": 3, "takeover": 2}
+NUM_BLOCKS = {
+    "training": 12,
+    "leasing": 2,
+    "serving": 1,
+    "fencing": 1,
+    "hosts": 3,
+    "takeover": 2,
+    "joining": 2,
+}
 """Of so many seeds each: a test is short, however busy the machine."""
 
 REACHED = {
@@ -41,6 +49,15 @@ REACHED = {
     "hosts: power": 20,
     "hosts: waits for a host": 20,
     "job refused": 5,
+    "joins: agent refused": 20,
+    "joins: begun after a takeover": 8,
+    "joins: gave up late": 4,
+    "joins: refused, all taken": 100,
+    "joins: refused, joined already": 100,
+    "joins: seat given again": 100,
+    "joins: seat of another given": 100,
+    "joins: timed out": 20,
+    "joins: waits for a seat": 500,
     "killed before it heard": 10,
     "let go when born too late": 5,
     "regrouped at BeginCall": 20,

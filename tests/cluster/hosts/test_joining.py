@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.cluster.hosts import authority, joining
+from shoal.cluster.hosts import authority, files, joining, seats
 from shoal.cluster.hosts.agent import HostAgent
 from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.hosts.files import FileService, copy_shipped
 from shoal.cluster.hosts.joining import Admission, Door, JobFacts
-from shoal.errors import ConfigError, HostNotAdmitted, WireError
+from shoal.errors import ClusterError, ConfigError, HostNotAdmitted, WireError
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.framing import read_message, send_message
 from shoal.runtime.transport.messages.hosts import AgentReady, AgentStart, HostRefused, ListFiles, ReadFile
@@ -117,7 +117,7 @@ def test_the_key_is_used_up_when_all_hosts_have_joined_and_serves_again_for_one_
     hostnames("b")
     with pytest.raises(HostNotAdmitted, match="the key is used up"):
         head.join()
-    head.door.release(1)
+    head.door.release(1, 0)
     again = head.join()
     assert (again.number, again.credentials.incarnation) == (1, 1)
 
@@ -129,10 +129,10 @@ def test_services_of_one_machine_are_given_numbers_of_their_role_until_all_have_
     pids = iter(range(100, 200))
     monkeypatch.setattr(joining.os, "getpid", lambda: next(pids))
     assert [head.join(role=role).number for role in ("server", "worker", "worker")] == [3, 1, 2]
-    monkeypatch.setattr(joining, "SEAT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(seats, "SEAT_TIMEOUT_S", 0.1)
     with pytest.raises(HostNotAdmitted, match="all 2 worker services of this job have joined"):
         head.join(role="worker")
-    head.door.release(2)
+    head.door.release(2, 0)
     assert head.join(role="worker").number == 2
 
 
@@ -157,11 +157,26 @@ def test_a_host_that_joins_twice_is_refused(open_head: Callable[..., Head]) -> N
         head.join()
 
 
+def test_a_handshake_that_hangs_and_ends_does_not_free_the_number_that_its_machine_has_got_anew(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = open_head()
+    plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE
+    with plain.wrap_socket(socket.create_connection(("127.0.0.1", head.port))) as hung:
+        joining._prove(hung, KEY.encode(), "127.0.0.1", -1, None, "")
+        monkeypatch.setattr(seats, "AGENT_TIMEOUT_S", 0.0)
+        again = head.join()
+        assert (again.number, again.credentials.incarnation) == (1, 1)
+    assert "closed" in head.door.refusals.get(timeout=5)
+    assert head.door.seats.keys() == {1}
+
+
 def test_a_clone_behind_the_same_address_is_another_host_and_the_machine_itself_may_come_back(
     open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "AGENT_TIMEOUT_S", 0.0)  # the first one's agent does not come
-    monkeypatch.setattr(joining, "SEAT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(seats, "AGENT_TIMEOUT_S", 0.0)  # the first one's agent does not come
+    monkeypatch.setattr(seats, "SEAT_TIMEOUT_S", 0.2)
     head = open_head()
     first = head.join()
     own = joining.machine_id("127.0.0.1")
@@ -298,7 +313,7 @@ def test_an_agent_that_was_replaced_is_no_longer_heard(
 ) -> None:
     head = open_head(numbers=(1,))
     old = head.join()
-    head.door.release(1)
+    head.door.release(1, 0)
     head.join()
     with old.credentials.connect(head.address.replace("shoal", "tls"), expect="head", timeout_s=5) as stream:
         send_message(stream, AgentReady(1, 0, os.getpid()))
@@ -439,6 +454,51 @@ def test_hosts_copy_the_scripts_folder(open_head: Callable[..., Head], tmp_path:
     admission, there = head.join(), head.address.replace("shoal", "tls")
     copy_shipped(there, admission.credentials, tmp_path / "copy")
     assert (tmp_path / "copy" / "train.py").read_text() == head.script.read_text()
+
+
+def _drop_reads(monkeypatch: pytest.MonkeyPatch, num_times: int) -> list[str]:
+    """The head hangs up instead of sending a file, the first times; returns the paths that are read."""
+    read, paths = FileService._read, list[str]()
+
+    def dropping(self: FileService, is_shipped: bool, path: str, offset: int) -> bytes:
+        paths.append(path)
+        if path.startswith("z") and sum(each.startswith("z") for each in paths) <= num_times:
+            raise ConnectionResetError("cut")
+        return read(self, is_shipped, path, offset)
+
+    monkeypatch.setattr(FileService, "_read", dropping)
+    monkeypatch.setattr(files, "SHIP_RETRY_S", 0.01)
+    return paths
+
+
+def test_a_dropped_connection_goes_on_with_the_files_that_are_missing(
+    open_head: Callable[..., Head], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zoo.py").write_text("animals = []\n")
+    head, paths = open_head(), _drop_reads(monkeypatch, files.SHIP_TRIES - 1)
+    copy_shipped(head.address.replace("shoal", "tls"), head.join().credentials, tmp_path / "copy")
+    assert (tmp_path / "copy" / "zoo.py").read_text() == "animals = []\n"
+    assert paths == ["train.py", *["zoo.py"] * files.SHIP_TRIES, "run/host-mark"]
+
+
+def test_connections_that_are_dropped_again_and_again_are_one_paragraph(
+    open_head: Callable[..., Head], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zoo.py").write_text("animals = []\n")
+    head, paths = open_head(), _drop_reads(monkeypatch, 100)
+    with pytest.raises(ClusterError, match=r"5 connections were dropped, the last by .*; files copied: 1\."):
+        copy_shipped(head.address.replace("shoal", "tls"), head.join().credentials, tmp_path / "copy")
+    assert paths.count("zoo.py") == files.SHIP_TRIES
+
+
+def test_a_problem_of_the_own_disk_is_not_tried_again(
+    open_head: Callable[..., Head], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, paths = open_head(), _drop_reads(monkeypatch, 0)
+    (tmp_path / "copy").write_text("a file where the folder should be")
+    with pytest.raises(FileExistsError):
+        copy_shipped(head.address.replace("shoal", "tls"), head.join().credentials, tmp_path / "copy")
+    assert paths == []
 
 
 @pytest.mark.parametrize("path", ["../train.py", "/etc/passwd", "lock", "checkpoints/../../train.py"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.hosts import joining
+from shoal.cluster.hosts import joining, seats
 from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.hosts.files import FileService
 from shoal.cluster.hosts.joining import Admission, Door, JobFacts
@@ -133,6 +133,6 @@ def test_a_machine_that_was_lost_before_its_agent_came_joins_anew(
     door: Door, join: Callable[[str], Admission], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert join("one.invalid").credentials.incarnation == 0
-    monkeypatch.setattr(joining, "AGENT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(seats, "AGENT_TIMEOUT_S", 0.0)
     assert join("one.invalid").credentials.incarnation == 1
     assert door.seats.keys() == {1}

@@ -200,9 +200,9 @@ def test_a_host_with_another_continuation_of_the_run_is_refused(
 ) -> None:
     sync()
     copy.close()
-    head.door.release(1)
+    head.door.release(1, 0)
     assert head.join(base).number == 1  # its history is the head's
-    head.door.release(1)
+    head.door.release(1, 1)
     journal.begin_launch(copy.path / journal.FILE_NAME, num_workers=2)
     with pytest.raises(HostNotAdmitted, match=r"this run went on from the copy on .*: its launch 2 began"):
         head.join(base)
@@ -213,7 +213,7 @@ def test_a_host_on_which_a_supervisor_is_at_work_with_the_run_is_refused(
 ) -> None:
     sync()
     copy.close()
-    head.door.release(1)
+    head.door.release(1, 0)
     (copy.path / "copied-from").unlink()
     with (
         RunDirectory.lock(copy.path),

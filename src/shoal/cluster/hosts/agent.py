@@ -22,8 +22,9 @@ from pathlib import Path
 import msgspec
 
 from shoal import system
-from shoal.cluster.hosts.joining import AGENT_TIMEOUT_S, Admission, retried
+from shoal.cluster.hosts.joining import Admission, retried
 from shoal.cluster.hosts.run_copy import RunCopy
+from shoal.cluster.hosts.seats import AGENT_TIMEOUT_S
 from shoal.cluster.launch import roles
 from shoal.cluster.supervisor.sockets import listen_unnamed
 from shoal.cluster.supervisor.supervisor import SignalInbox

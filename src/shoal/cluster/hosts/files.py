@@ -8,9 +8,11 @@ two.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -26,6 +28,10 @@ MAX_SHIPPED_FILES = 2000
 MAX_SHIPPED_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
 IDLE_S = 60.0
+
+SHIP_TRIES, SHIP_RETRY_S = 5, 1.0
+"""Connections for copying the script's folder, and the pause between two: a host joins once, a connection breaks now and then."""
+
 NOT_SHIPPED = {"__pycache__", "node_modules", "runs", "venv"}
 
 SAVED = ("checkpoints", "best", "calls", "loop", "trained")
@@ -170,15 +176,45 @@ class HeadFiles:
 
 
 def copy_shipped(head: str, credentials: Credentials, into: Path) -> None:
-    """Copy the script's folder. ClusterError where a file is not what the head listed."""
-    with HeadFiles.opened(head, credentials, is_shipped=True) as files:
-        for entry in files.listed():
-            target = into / entry.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if files.fetch(entry, target) != entry.sha256:
+    """Copy the script's folder, over another connection where one is dropped.
+
+    ClusterError where a file is not what the head listed, or every connection was dropped.
+    """
+    copied: set[FileEntry] = set()
+    for left in reversed(range(SHIP_TRIES)):
+        try:
+            with HeadFiles.opened(head, credentials, is_shipped=True) as files:
+                for entry in files.listed():
+                    if entry not in copied:
+                        _copy_one(files, entry, into)
+                        copied.add(entry)
+            return
+        except (OSError, EOFError, WireError) as error:
+            if not _is_dropped(error):
+                raise
+            if not left:
                 raise ClusterError(
-                    f"{entry.path} changed on the head while it was sent here. Nothing was started; join again."
-                )
+                    f"the script's folder could not be copied from the head at {head}: {SHIP_TRIES} connections were dropped, the "
+                    f"last by {str(error) or type(error).__name__!r}; files copied: {len(copied)}. Nothing was started here, and "
+                    "the head waits; look at the network between the hosts, and join again."
+                ) from error
+        time.sleep(SHIP_RETRY_S)
+
+
+def _copy_one(files: HeadFiles, entry: FileEntry, into: Path) -> None:
+    target = into / entry.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if files.fetch(entry, target) != entry.sha256:
+        raise ClusterError(
+            f"{entry.path} changed on the head while it was sent here. Nothing was started; join again."
+        )
+
+
+def _is_dropped(error: Exception) -> bool:
+    """Whether a connection was at fault, and not this host's disk."""
+    if isinstance(error, ConnectionError | TimeoutError | ssl.SSLError) or not isinstance(error, OSError):
+        return True
+    return error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 def shippable(folder: Path) -> Iterator[FileEntry]:

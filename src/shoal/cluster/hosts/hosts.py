@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shoal import system
 from shoal.cluster.hosts import placement
 from shoal.cluster.hosts.remote_host import RemoteHost
+from shoal.cluster.hosts.seats import JoinWait
 from shoal.cluster.supervisor.warm_parent import WarmParent
 from shoal.config.hosts import SERVER, WORKER, HostsConfig
 from shoal.config.launch import HostFacts
@@ -43,9 +44,6 @@ if TYPE_CHECKING:  # a job on one host has neither, and skips their imports
 
 HEAD = 0
 """Number of the head's own machine."""
-
-REJOIN_S = 20.0
-"""Time that a host which took over waits for the other hosts of the former head."""
 
 CHECK_EVERY_S = 0.25
 """Interval of the check whether this host is still the head."""
@@ -136,7 +134,7 @@ class Hosts:
         self._server_numbers = list(server_numbers)
         self._remote: dict[int, RemoteHost] = {}
         self._selector: selectors.BaseSelector
-        self._started_at = time.monotonic()
+        self._wait = JoinWait(time.monotonic(), cluster is not None and cluster.is_takeover)
         self._announced: set[int] = set()
         self._news: list[HostNews] = []
         self._names: dict[int, str] = {}
@@ -231,11 +229,8 @@ class Hosts:
     @property
     def are_awaited(self) -> bool:
         """Whether the job has to wait for hosts before it begins."""
-        if self.cluster is None or not self.cluster.is_takeover:
-            return bool(self.missing)
-        is_late = time.monotonic() >= self._started_at + REJOIN_S
         is_coming = any(not host.lost and not host.is_ready for host in self._remote.values())
-        return is_coming or (len(self.missing) > 1 and not is_late)
+        return not self._wait.is_over(self.missing, is_coming=is_coming, now=time.monotonic())
 
     def is_here(self, number: int) -> bool:
         host = self._remote.get(number)
@@ -251,7 +246,7 @@ class Hosts:
                 )
         self._check_engine()
         timeout_s = self.cluster.config.join_timeout_s
-        left_s = self._started_at + timeout_s - time.monotonic()
+        left_s = self._wait.left_s(timeout_s, time.monotonic())
         if left_s <= 0:
             num_places = self.cluster.config.num_places
             raise WaitTimedOut(
@@ -305,7 +300,7 @@ class Hosts:
             if host.lost:
                 self._forget(host)
                 assert self.cluster is not None
-                self.cluster.door.release(number)
+                self.cluster.door.release(number, host.incarnation)
             elif host.is_ready and number not in self._announced:
                 assert self.cluster is not None
                 self._announced.add(number)
@@ -575,7 +570,9 @@ class Hosts:
     @property
     def share_run_dir(self) -> bool:
         """Whether all hosts see the head's run directory."""
-        return self.cluster is None or all(seat.sees_run_dir for seat in self.cluster.door.seats.values())
+        return self.cluster is None or all(
+            seat.sees_run_dir for seat in list(self.cluster.door.seats.values())
+        )
 
     def facts(self, num_servers: int) -> list[HostFacts]:
         """The hosts with their workers and servers, for config.json."""

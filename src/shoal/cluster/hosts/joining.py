@@ -22,7 +22,6 @@ import getpass
 import hashlib
 import hmac
 import ipaddress
-import math
 import os
 import platform
 import queue
@@ -44,9 +43,10 @@ import msgspec
 import psutil
 
 import shoal
-from shoal.cluster.hosts import run_copy
+from shoal.cluster.hosts import run_copy, seats
 from shoal.cluster.hosts.authority import Authority, new_key
 from shoal.cluster.hosts.files import FileService
+from shoal.cluster.hosts.seats import HostSeat, JoiningHost, Seats
 from shoal.cluster.launch import roles
 from shoal.cluster.launch.threads import available_cores
 from shoal.errors import ConfigError, HostNotAdmitted, WireError
@@ -72,17 +72,6 @@ MIN_KEY_CHARACTERS = 20
 
 HANDSHAKE_S = 15.0
 """From a connection to its admission; a slower peer is dropped."""
-
-ADMITTED_TIMEOUT_S = 60.0
-"""From a host's admission, or its last file request, to its agent's connection; after that another
-host may have its number.
-"""
-
-AGENT_TIMEOUT_S = 10.0
-"""From a host's admission to its agent's connection, after which the same machine may join anew."""
-
-SEAT_TIMEOUT_S = 6.0
-"""Time a joiner waits for the number of a host that may just have been lost; longer than detecting the loss takes."""
 
 CONNECT_EVERY_S = 0.2
 
@@ -180,17 +169,6 @@ class JoinedHost(NamedTuple):
     """As the head sees it."""
 
 
-class HostSeat(NamedTuple):
-    """Admitted host, as the head knows it."""
-
-    hostname: str
-    address: str
-    num_cores: int
-    sees_run_dir: bool
-    machine: bytes
-    """Identity of the machine: behind a NAT several share one address, and clones share one name."""
-
-
 class _Handshake:
     """A connection that has proven nothing yet."""
 
@@ -232,18 +210,11 @@ class Door:
         names: Mapping[int, str],
         services: Sequence[str] = (),
     ) -> None:
-        """`numbers` are the hosts that are to join; the key admits each of them once, and again after it was lost.
-
-        `names` are the hosts' names, where they have any; `services` maps hosts that are services
-        to their role.
-        """
-        self._names, self._services = names, services
-        self.seats: dict[int, HostSeat] = {}
-        self.incarnations: dict[int, int] = {}
+        self._names = names
+        self._seats = Seats(numbers, facts.job, names, services)
         self.refusals: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._joined: queue.SimpleQueue[JoinedHost] = queue.SimpleQueue()
         self._listener, self._authority, self._facts, self._files = listener, authority, facts, files
-        self._numbers, self._free = sorted(numbers), sorted(numbers)
         self._key = key.encode()
         private, public = new_key()
         credentials = Credentials(
@@ -260,7 +231,6 @@ class Door:
         ).digest()
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
-        self._admitted_at: dict[int, float] = {}  # hosts whose agent has not connected yet
         self._under_way: list[_Handshake] = []
         self._wake, self._waker = socket.socketpair()
         for sock in (self._wake, self._waker):
@@ -272,12 +242,21 @@ class Door:
     def fileno(self) -> int:
         return self._wake.fileno()
 
+    @property
+    def seats(self) -> dict[int, HostSeat]:
+        return self._seats.taken
+
     def open_seats(self, num_hosts: int) -> None:
         """Let the key admit more hosts, up to so many with the head."""
         with self._released:
-            added = range(self._numbers[-1] + 1 if self._numbers else 1, num_hosts)
-            self._numbers, self._free = [*self._numbers, *added], sorted([*self._free, *added])
+            self._seats.open(num_hosts)
             self._released.notify_all()
+
+    def release(self, number: int, incarnation: int) -> None:
+        """Free the number of a host that was lost, or failed to join."""
+        with self._released:
+            self._seats.release(number, incarnation)
+            self._released.notify_all()  # a number is not for everyone
 
     def launched_again(self, launches: Sequence[float]) -> None:
         """Set the start times of the run's launches, for hosts that join from now on."""
@@ -293,6 +272,9 @@ class Door:
         return found
 
     def close(self) -> None:
+        with self._released:
+            self._seats.close()
+            self._released.notify_all()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()
@@ -342,7 +324,9 @@ class Door:
                 first = read_message(stream)[0]
                 watchdog.cancel()
                 if isinstance(first, ListFiles):
-                    self._check_current(stream.identity)
+                    identity = _as_host(stream)
+                    with self._lock:
+                        self._seats.heard(identity.number, identity.incarnation, time.monotonic())
                     self._files.serve(stream, first)
                 else:
                     self._hand_over(stream, peer, _expect(first, AgentReady))
@@ -401,7 +385,8 @@ class Door:
             sees_run_dir = files.run_dir_mark == facts.run_dir_mark
             if not sees_run_dir:
                 run_copy.refuse_fork(proof.hostname, files.launches, files.alive, facts.launches)
-            self.seats[number] = HostSeat(proof.hostname, peer, proof.num_cores, sees_run_dir, proof.machine)
+            with self._lock:
+                self._seats.admit(number, incarnation, sees_run_dir=sees_run_dir)
             try:
                 certificate = self._authority.sign(proof.public_key, f"host-{number}", incarnation)
             except ValueError:
@@ -419,135 +404,54 @@ class Door:
                 ),
             )
         except BaseException:
-            self.release(number)
+            self.release(number, incarnation)
             raise
 
     def _take_seat(self, proof: HostProof, peer: str) -> tuple[int, int]:
-        """Number and incarnation for a host that joins.
-
-        A host that lost power may be back before the head has noticed its loss, so a joiner waits
-        for a number that is taken.
-        """
-        numbers = self._numbers_for(proof, peer)
+        """Number and incarnation for a host that joins, once there is one for it."""
+        joiner = JoiningHost(
+            proof.hostname,
+            peer,
+            proof.num_cores,
+            proof.machine,
+            proof.wants,
+            proof.role,
+            self._named(proof, peer),
+        )
         with self._released:
+            asked_at = now = time.monotonic()
+            while (taken := self._seats.take(joiner, asked_at, now)) is None:
+                self._released.wait(asked_at + seats.SEAT_TIMEOUT_S - now)
+                now = time.monotonic()
+            return taken
 
-            def free() -> int | None:
-                self._release_late()
-                before = self._seat_of(proof.machine)
-                if before is not None:
-                    if self._admitted_at.get(before, math.inf) > time.monotonic() - AGENT_TIMEOUT_S:
-                        return None
-                    self._let_go(before)  # the machine was lost before its agent connected, and is back
-                return next((number for number in numbers if number in self._free), None)
-
-            number = self._released.wait_for(free, SEAT_TIMEOUT_S)
-            if number is None:
-                raise HostNotAdmitted(self._why_taken(proof, peer, numbers))
-            self._free.remove(number)
-            self.seats[number] = HostSeat(proof.hostname, peer, proof.num_cores, False, proof.machine)
-            self._admitted_at[number] = time.monotonic()
-            incarnation = self.incarnations[number] = self.incarnations.get(number, -1) + 1
-            return number, incarnation
-
-    def _numbers_for(self, proof: HostProof, peer: str) -> list[int]:
-        """Numbers a host may get: the one it was started as, those of its name where hosts are named, else any."""
-        if proof.wants >= 0:
-            if proof.wants not in self._numbers:
-                numbers = ", ".join(map(str, self._numbers))
-                raise HostNotAdmitted(
-                    f"this job has no host {proof.wants} that could join; there are {numbers}"
-                )
-            return [proof.wants]
-        if proof.role:
-            return self._numbers_of_role(proof.role)
-        if not self._names:
-            return self._numbers
-        named = [
+    def _named(self, proof: HostProof, peer: str) -> tuple[int, ...]:
+        if proof.wants >= 0 or proof.role:
+            return ()  # it does not go by its name, and resolving those of all hosts takes time
+        return tuple(
             number for number, name in self._names.items() if proof.hostname == name or peer in resolved(name)
-        ]
-        if not named:
-            named = [number for number in self._numbers if number not in self._names]  # seats that were added
-        if not named:
-            raise HostNotAdmitted(
-                f"{proof.hostname} ({peer}) is none of the hosts of this job: {', '.join(self._names.values())}"
-            )
-        return named
-
-    def _numbers_of_role(self, role: str) -> list[int]:
-        found = [number for number in self._numbers if self._services and self._services[number] == role]
-        if found:
-            return found
-        if self._services:
-            raise HostNotAdmitted(
-                f"this job has no {role}s; its strategy and --servers say how many there are"
-            )
-        raise HostNotAdmitted(
-            f"a {role} service is for a job of `shoal coordinator`, and this one was started by `shoal run`, whose hosts have both "
-            "workers and servers; join it with `shoal join`"
         )
 
-    def _seat_of(self, machine: bytes) -> int | None:
-        return next((number for number, seat in self.seats.items() if seat.machine == machine), None)
-
-    def _why_taken(self, proof: HostProof, peer: str, numbers: list[int]) -> str:
-        if (number := self._seat_of(proof.machine)) is not None:
-            return f"{proof.hostname} ({peer}) is host {number} of this job already"
-        if proof.role:
-            return f"all {len(numbers)} {proof.role} services of this job have joined"
-        if proof.wants < 0 and self._names.keys().isdisjoint(numbers):
-            return (
-                f"every host that this job waits for has joined ({len(self._numbers)}): the key is used up. "
-                f"`shoal scale {self._facts.job} --hosts {len(self._numbers) + 2}` on the head lets another one join"
-            )
-        return f"host {numbers[0]} of this job is another machine, which has joined already"
-
-    def _release_late(self) -> None:
-        """Take back the numbers of hosts whose agent never connected."""
-        late = time.monotonic() - ADMITTED_TIMEOUT_S
-        for number in [number for number, at in self._admitted_at.items() if at < late]:
-            self._let_go(number)
-
-    def _check_current(self, identity: Identity) -> None:
-        if identity.role != "host":
-            raise WireError(f"{identity.name} has nothing to ask of the head")
-        if self.incarnations.get(identity.number) != identity.incarnation:
-            raise HostNotAdmitted(
-                f"host {identity.number} has joined anew since; this agent is no longer part of the job"
-            )
-        with self._lock:
-            if identity.number in self._admitted_at:
-                self._admitted_at[identity.number] = time.monotonic()
-
     def _hand_over(self, stream: TlsStream, peer: str, ready: AgentReady) -> None:
-        identity = stream.identity
-        if (identity.name, identity.incarnation) != (f"host-{ready.number}", ready.incarnation):
+        identity = _as_host(stream)
+        if (identity.number, identity.incarnation) != (ready.number, ready.incarnation):
             raise WireError(f"{identity.name} says that it is host {ready.number}")
-        self._check_current(identity)
-        with self._lock:
-            if self._admitted_at.pop(ready.number, None) is None:
-                raise HostNotAdmitted(
-                    f"host {ready.number} was given up; this agent is no longer part of the job"
-                )
-        self._joined.put(JoinedHost(ready.number, ready.incarnation, stream, peer))
+        with self._lock:  # also of `close`, which closes those that were not taken in
+            self._seats.connect(ready.number, ready.incarnation)
+            self._joined.put(JoinedHost(ready.number, ready.incarnation, stream, peer))
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"\0")
-
-    def release(self, number: int) -> None:
-        """Free the number of a host that was lost, or failed to join."""
-        with self._released:
-            self._let_go(number)
-            self._released.notify()
-
-    def _let_go(self, number: int) -> None:
-        self.seats.pop(number, None)
-        self._admitted_at.pop(number, None)
-        if number not in self._free:
-            self._free = sorted([*self._free, number])
 
     def _refused(self, peer: str, reason: str) -> None:
         self.refusals.put(f"{peer}: {reason}")
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
+
+
+def _as_host(stream: TlsStream) -> Identity:
+    if stream.identity.role != "host":
+        raise WireError(f"{stream.identity.name} has nothing to ask of the head")
+    return stream.identity
 
 
 def _compare(proof: HostProof) -> None:

@@ -28,6 +28,7 @@ from shoal.cluster.hosts.headship import Headship, Successor
 from shoal.cluster.hosts.hosts import HEAD, Cluster
 from shoal.cluster.hosts.joining import Admission
 from shoal.cluster.hosts.run_copy import RunCopy, has_checkpoint, newest_step
+from shoal.cluster.hosts.seats import AGENT_TIMEOUT_S
 from shoal.cluster.hosts.takeover import GiveUp, Head
 from shoal.cluster.launch import api
 from shoal.cluster.launch.roles import preload_for
@@ -393,7 +394,7 @@ def _disk_problems(admission: Admission, folder: Path) -> Iterator[None]:
         raise RunDirectoryError(
             f"host {admission.number} cannot keep its files of the run {admission.facts.job} in {folder}: {error.strerror}. "
             f"Nothing was started here, and the head waits; make room, or give --run-dir of another disk, and join again after "
-            f"{joining.AGENT_TIMEOUT_S:.0f} s, when the head has given this host's seat free.",
+            f"{AGENT_TIMEOUT_S:.0f} s, when the head has given this host's seat free.",
             path=str(folder),
         ) from None
 
