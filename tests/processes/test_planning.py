@@ -97,13 +97,14 @@ def test_memory_that_decides_is_by_a_dry_run_of_ranks_that_are_not_here(
     assert shown.exit_code == 0, shown.output
     plan = json.loads((tmp_path / "plan.json").read_text())
     reasons = {(each["way"], each["workers"]): each["reason"] for each in plan["dropped"]}
-    assert "a device would need" in reasons["ddp", 64]
-    assert "GiB by a dry run of its step, and there are" in reasons["ddp", 64]
     ran = {(each["ranks"], each["shards"]) for each in plan["workload"]["dry_runs"]}
-    assert {(1, 1), (64, 1)} <= ran
-    assert any(
-        shards > 1 for _, shards in ran
-    )  # how many the quickest of the others has, its prediction decides
+    whole = sorted(ranks for ranks, shards in ran if shards == 1)
+    assert whole[0] == 1 and len(whole) > 1
+    for ranks in whole[1:]:
+        assert "a device would need" in reasons["ddp", ranks]
+        assert "GiB by a dry run of its step, and there are" in reasons["ddp", ranks]
+    # How many shards, predictions decide, which vary with the machine's load.
+    assert any(shards > 1 for _, shards in ran)
     assert ("fsdp", 64) in {(each["way"], each["workers"]) for each in plan["candidates"]}
 
 

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -345,7 +346,8 @@ def dry_runs_wanted(
 ) -> list[tuple[int, int]]:
     """Ranks that share a batch and shards of fsdp, of the quickest candidates of which memory decides.
 
-    With (1, 1), which what was measured is compared with.
+    With (1, 1), which what was measured is compared with. Whole and sharded models in turn: the limit
+    is not spent on one kind because a busy machine made its predictions the quicker ones.
     """
     roomy = replace(cluster, memory_bytes=0)
     quickest, _ = sift(iter(candidates), workload, roomy)
@@ -354,7 +356,9 @@ def dry_runs_wanted(
         for each in quickest
         if asks_for_dry_run(each.candidate, workload, cluster)
     ]
-    return list(dict.fromkeys([(1, 1), *asked]))[:MAX_DRY_RUNS] if asked else []
+    kinds = [[each for each in dict.fromkeys(asked) if (each[1] > 1) is sharded] for sharded in (False, True)]
+    in_turn = [each for pair in zip_longest(*kinds) for each in pair if each is not None]
+    return list(dict.fromkeys([(1, 1), *in_turn]))[:MAX_DRY_RUNS] if asked else []
 
 
 def dry_runs_of(told: Sequence[Mapping[str, Any]]) -> tuple[DryRun, ...]:
