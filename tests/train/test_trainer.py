@@ -168,6 +168,8 @@ def test_bf16_rounds_the_layers_and_not_the_mean_of_the_loss() -> None:
 def test_a_compiled_model_trains_the_same_and_keeps_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     # The compiler's own threads outlive the test.
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    # Compiling torch's headers in advance takes longer than the loops of this model, and minutes on a busy machine.
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own compiler warns of itself
