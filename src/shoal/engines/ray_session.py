@@ -71,7 +71,7 @@ def connect(address: str) -> None:
             print("shoal: no Ray runs here; one is started for this job", file=sys.stderr, flush=True)
         else:
             reach(asked)
-        ray.init(address=asked, logging_level=logging.ERROR, log_to_driver=False, **own)
+        _init(address=asked, logging_level=logging.ERROR, log_to_driver=False, **own)
         (_OWN.set if own else _OWN.clear)()
     except Exception as error:  # Ray raises any type of error, and other versions others
         # All of it: of a Ray of another version the lines after the first say which.
@@ -80,6 +80,22 @@ def connect(address: str) -> None:
             f"Ray cannot be reached at {asked}: {said}. Nothing was started; start it with "
             "`ray start --head`, or leave the address out, and a Ray is started here."
         ) from None
+
+
+def _init(**options: Any) -> None:
+    """`ray.init`, retried where a Ray behind ray:// could not start the process that serves this connection.
+
+    Its proxy forks beside gRPC's threads, and a child that inherits a held lock never begins (seen with Ray 2.60, soon after its start).
+    """
+    import ray
+
+    for is_last in (False, False, True):
+        try:
+            ray.init(**options)
+            return
+        except (RuntimeError, ConnectionError) as error:
+            if is_last or "Starting Ray client server failed" not in str(error):
+                raise
 
 
 def disconnect() -> None:
