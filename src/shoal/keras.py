@@ -24,11 +24,8 @@ from torch import Tensor, nn
 from shoal.config import job as jobs
 from shoal.data.tree import leaves, map_leaves
 from shoal.errors import ConfigError
-from shoal.parallel.protocol import Piece
-from shoal.parallel.state import MODEL
 from shoal.train.arguments.arrays import is_arrays
 from shoal.train.callbacks.base import Callback
-from shoal.train.checkpoint.checkpoint import write_checkpoint
 from shoal.train.trainer import Trainer
 
 
@@ -197,21 +194,11 @@ class DistributedModel:
         return {each.path: each.value.detach() for each in self._model.variables if each.path in self._names}
 
     def _give_weights(self, trainer: Trainer) -> None:
-        """Pass weights that load_weights, set_weights or assign put into the Keras model to the
-        Trainer, under any strategy.
-        """
+        """Pass weights that load_weights, set_weights or assign put into the Keras model to the Trainer."""
         now = self._values()
-        if all(torch.equal(value, self._known[name]) for name, value in now.items()):
-            return
-        path = trainer.run_dir / "keras-given"
-        if jobs.rank() == 0:  # load waits until every rank calls it
-            pieces = [
-                Piece(MODEL + name, value, tuple(value.shape), (0,) * value.dim())
-                for name, value in now.items()
-            ]
-            write_checkpoint(path, pieces, progress={"step": trainer.step, "epoch": trainer.epoch})
-        trainer.load(path)
-        self._remember()
+        if any(not torch.equal(value, self._known[name]) for name, value in now.items()):
+            trainer.load(now)
+            self._remember()
 
     def _take_weights(self, trainer: Trainer) -> None:
         """Copy the trained weights into the Keras model, for save() and get_weights(), under any strategy."""

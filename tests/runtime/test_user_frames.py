@@ -110,6 +110,12 @@ def test_plain_python_prints_the_users_lines_alone_unless_asked_for_all(tmp_path
         (lambda: shoal.Trainer.fit(None, 1, num_epochs=3), "did you mean epochs=? Trainer.fit takes data"),  # type: ignore[call-arg, arg-type]
         (lambda: shoal.Trainer(None, learning_rate=1.0), "did you mean lr=?"),  # type: ignore[call-arg, arg-type]
         (
+            lambda: shoal.Trainer.fit(None, 1, callbacks=[]),
+            "did you mean callbacks= of Trainer? Trainer.fit takes data",
+        ),  # type: ignore[call-arg, arg-type]
+        (lambda: shoal.Trainer(None, max_epochs=3), "did you mean epochs= of Trainer.fit?"),  # type: ignore[call-arg, arg-type]
+        (lambda: shoal.Trainer(None, devices=2), "chosen at launch: shoal run -n 4 train.py"),  # type: ignore[call-arg, arg-type]
+        (
             lambda: shoal.callbacks.StopAtConvergence(patience=3),
             "StopAtConvergence takes steps, min_delta, smoothing",
         ),  # type: ignore[call-arg]
@@ -124,6 +130,24 @@ def test_an_unknown_argument_is_answered_with_the_one_that_was_meant(
         hide_ours(caught.value)
     assert said in "".join(traceback.format_exception(caught.value))
     assert len(caught.value.__notes__) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("shoal.size()", "did you mean shoal.num_workers()?"),
+        ("shoal.init()", "leave it out: `shoal run` sets the workers up"),
+        ("shoal.ModelCheckpoint()", "did you mean shoal.callbacks.ModelCheckpoint?"),
+        ("shoal.Dateset", "did you mean shoal.Dataset?"),
+        ("from shoal import Accelerator", "shoal.setup(model, optimizer, data)"),
+        ("shoal.Trainer(None, loss='mse').train()", "did you mean trainer.fit(data, epochs=...)?"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_ours(wrong: str, said: str) -> None:
+    with pytest.raises((AttributeError, ImportError)) as caught:
+        exec(wrong, {"shoal": shoal})
+    hide_ours(caught.value)
+    assert said in "".join(traceback.format_exception(caught.value))
 
 
 def test_other_peoples_calls_get_no_hint() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 import shoal
 from shoal.callbacks import EMA, SWA, ModelCheckpoint, ReduceLROnPlateau, StopAtConvergence
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import CheckpointError, CheckpointMismatch, ConfigError
 from shoal.parallel.single import Single
 from shoal.ps.layout import optimizer_class
 from shoal.ps.weight_average import averaged
@@ -30,6 +30,7 @@ from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint,
 
 X = np.random.default_rng(0).normal(size=(40, 4))
 Y = (X.sum(1) > 0).astype(int)
+BATCHES = shoal.Dataset.from_arrays((torch.tensor(X, dtype=torch.float32), torch.tensor(Y))).batch(8)
 
 
 def net(num_classes: int = 2) -> nn.Sequential:
@@ -81,6 +82,15 @@ def test_names_and_arrays_train_what_objects_and_datasets_do() -> None:
         (lambda: trainer(scale_lr="linear").fit(X, Y), "per_worker=True"),
         (lambda: trainer().fit(X, Y[:-1]), "different numbers of rows, 39 and 40"),
         (lambda: trainer().fit(X, "labels"), "takes arrays, tensors and DataFrames, and was given a str"),
+        (
+            lambda: trainer().fit(net(), X),
+            r"model is the Trainer's: shoal.Trainer\(model, loss=...\).fit\(data\)",
+        ),
+        (
+            lambda: trainer().fit(net()),
+            r"model is the Trainer's: shoal.Trainer\(model, loss=...\).fit\(data\)",
+        ),
+        (lambda: trainer().fit(BATCHES, BATCHES), "measured on is validation_data="),
         (lambda: trainer().fit(pd.DataFrame({"word": ["a"] * 40}), Y), "column 'word' holds no numbers"),
         (
             lambda: trainer(net(1), loss="mse").fit(X, X[:, 0], batch_size=8),
@@ -163,6 +173,17 @@ def test_weights_come_from_checkpoints_safetensors_and_pth_files(tmp_path: Path)
     for source in ("saved", "model.safetensors", "a.pth"):
         begun = trainer(init_from=tmp_path / source)
         assert begun.evaluate(X, Y) == trained.evaluate(X, Y)
+
+
+def test_weights_are_taken_over_from_a_state_dict() -> None:
+    given, one = net(1).state_dict(), trainer(net(1))
+    one.load({name: 2 * tensor for name, tensor in given.items()})
+    for name, tensor in one.model.state_dict().items():
+        assert torch.equal(tensor, 2 * given[name])
+    with pytest.raises(
+        CheckpointMismatch, match=r"given to load\(\) belongs to another model: shapes differ"
+    ):
+        one.load(net(3).state_dict())
 
 
 def test_a_partial_load_needs_its_word_and_tells_what_it_did(

@@ -580,11 +580,12 @@ class Trainer:
             self._note_passed(f"save('{path}')")
         call.end(None)
 
-    def load(self, path: str | Path) -> None:
-        """Take over the weights of a directory that `save` or a checkpoint wrote, under any strategy."""
-        call = self._begin("load", str(path))
+    def load(self, weights: str | Path | Mapping[str, torch.Tensor]) -> None:
+        """Take over weights under any strategy: of a directory that `save` or a checkpoint wrote, or a state_dict, the same on every rank."""
+        given = weights if isinstance(weights, Mapping) else str(weights)
+        call = self._begin("load", given if isinstance(given, str) else f"{len(given)} tensors")
         if not call.is_over:
-            saving.load_model(self, str(path))
+            saving.load_model(self, given)
             call.end(None)
 
     def stop(self) -> None:
