@@ -111,6 +111,12 @@ class DistributedModel:
         import keras
 
         _refuse("fit", others)
+        if not jobs.current().shares_run_dir:
+            raise ConfigError(
+                f"after a fit every worker reads the Keras model's weights in {jobs.current().run_dir}, which this host "
+                f"({jobs.current().host_address}) does not share with the first one. Nothing was trained; give --run-dir on a file system "
+                "that all hosts see."
+            )
         if validation_split:
             num = int(len(next(leaves(x))) * (1 - validation_split))
             validation_data = map_leaves(lambda _, each: each[num:], (x, y))
