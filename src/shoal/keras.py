@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.config import job as jobs
+from shoal.config.extras import install_command
 from shoal.data.tree import leaves, map_leaves
 from shoal.errors import ConfigError
 from shoal.train.arguments.arrays import is_arrays
@@ -31,15 +32,23 @@ from shoal.train.trainer import Trainer
 
 def distribute(model: Any, **options: Any) -> Any:
     """The same model, whose fit, evaluate and predict are shoal's. `options` are those of a Trainer (callbacks, params, ...)."""
-    import keras
-
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        if error.name != "keras":  # a backend of Keras that is not installed
+            raise
+        raise ConfigError(
+            f"shoal.keras needs Keras 3, which is not installed. Nothing was trained; {install_command('keras')}."
+        ) from None
     if (backend := keras.backend.backend()) != "torch":
         raise ConfigError(
             f"Keras runs on its '{backend}' backend here, whose weights are no tensors of torch: shoal cannot cut or exchange them. Nothing "
             "was trained; set KERAS_BACKEND=torch in the environment, or os.environ['KERAS_BACKEND'] = 'torch' before keras is imported."
         )
     if not isinstance(model, keras.Model):
-        raise ConfigError(f"shoal.keras.distribute takes a keras.Model, and got a {type(model).__name__}.")
+        raise ConfigError(
+            f"shoal.keras.distribute takes a keras.Model, and got a {type(model).__name__}; a module of torch goes to shoal.Trainer."
+        )
     trained = DistributedModel(model, options)
     model.fit, model.evaluate, model.predict = trained.fit, trained.evaluate, trained.predict
     return model

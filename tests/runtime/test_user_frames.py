@@ -114,6 +114,11 @@ def test_plain_python_prints_the_users_lines_alone_unless_asked_for_all(tmp_path
             "did you mean callbacks= of Trainer? Trainer.fit takes data",
         ),  # type: ignore[call-arg, arg-type]
         (lambda: shoal.Trainer(None, max_epochs=3), "did you mean epochs= of Trainer.fit?"),  # type: ignore[call-arg, arg-type]
+        (
+            lambda: shoal.estimator.RunConfig(model_dirr="x"),
+            "did you mean model_dir=? EstimatorConfig takes model_dir",
+        ),
+        (lambda: shoal.Dataset.from_arrays(1, 2), "from_arrays((x, y)), with a tuple?"),  # type: ignore[call-arg, arg-type]
         (lambda: shoal.Trainer(None, devices=2), "chosen at launch: shoal run -n 4 train.py"),  # type: ignore[call-arg, arg-type]
         (
             lambda: shoal.callbacks.StopAtConvergence(patience=3),
@@ -138,9 +143,12 @@ def test_an_unknown_argument_is_answered_with_the_one_that_was_meant(
         ("shoal.size()", "did you mean shoal.num_workers()?"),
         ("shoal.init()", "leave it out: `shoal run` sets the workers up"),
         ("shoal.ModelCheckpoint()", "did you mean shoal.callbacks.ModelCheckpoint?"),
+        ("shoal.Dataset.from_tensor_slices", "did you mean shoal.Dataset.from_arrays((x, y))?"),
+        ("shoal.Dataset.from_arrays([[1.0]]).batch(1).shuffle()", "data.shuffle(...).batch(32)"),
+        ("shoal.estimator.DNNClassifier", "give Estimator a model_fn"),
         ("shoal.Dateset", "did you mean shoal.Dataset?"),
         ("from shoal import Accelerator", "shoal.setup(model, optimizer, data)"),
-        ("shoal.Trainer(None, loss='mse').train()", "did you mean trainer.fit(data, epochs=...)?"),
+        ("shoal.Trainer(lambda: None, loss='mse').train()", "did you mean trainer.fit(data, epochs=...)?"),
     ],
 )
 def test_a_name_of_another_library_is_answered_with_ours(wrong: str, said: str) -> None:

@@ -11,8 +11,9 @@ from shoal.config import job as jobs
 
 _UNKNOWN_ARGUMENT = re.compile(r"^(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _UNKNOWN_NAME = re.compile(
-    r"^(?:module 'shoal' has no attribute '(?P<name>\w+)'|cannot import name '(?P<imported>\w+)' from 'shoal' "
-    r"|'Trainer' object has no attribute '(?P<called>\w+)')"
+    r"^(?:module 'shoal(?P<module>\.\w+)?' has no attribute '(?P<name>\w+)'|cannot import name '(?P<imported>\w+)' from 'shoal' "
+    r"|'Trainer' object has no attribute '(?P<called>\w+)'|(?:type object 'Dataset'|'Dataset' object) has no attribute '(?P<data>\w+)'"
+    r"|'Batches' object has no attribute '(?P<batched>\w+)')"
 )
 
 _ARGUMENTS = {
@@ -38,6 +39,13 @@ _ARGUMENTS = {
     "resume_from_checkpoint": "resume",
     "ckpt_path": "resume",
     "verbose": "progress",
+    "monitor": "best",
+    "save_top_k": "keep_last",
+    "save_total_limit": "keep_last",
+    "dirpath": "directory",
+    "filepath": "directory",
+    "every_n_epochs": "every_epochs",
+    "every_n_train_steps": "every_steps",
 }
 """Arguments of other libraries, and ours."""
 
@@ -70,10 +78,14 @@ _NAMES = {
             "broadcast_parameters",
             "distributed_model",
             "distributed_optimizer",
+            "fleet",
             "prepare",
         ),
         "a loop of your own takes one call: model, optimizer, data = shoal.setup(model, optimizer, data)",
     ),
+    "elastic": "leave it out: a dead worker is replaced, and `shoal scale` changes the number of workers",
+    "distribute": "a strategy is chosen at launch: shoal run --strategy ddp train.py",
+    **dict.fromkeys(("kv", "kvstore"), "did you mean shoal.ps.connect()?"),
     "allreduce": "did you mean shoal.reduce(x), a sum over the workers, or shoal.collectives.all_reduce?",
     "LightningModule": "a plain nn.Module does: shoal.Trainer(model, loss=..., optimizer=...)",
     "TrainingArguments": _ADVICE["args"],
@@ -91,6 +103,22 @@ _METHODS = {
 }
 """What `trainer.<name>` of other libraries is here."""
 
+_DATA = {
+    **dict.fromkeys(
+        ("from_tensor_slices", "from_tensors", "from_numpy"),
+        "did you mean shoal.Dataset.from_arrays((x, y))?",
+    ),
+    **dict.fromkeys(
+        ("from_pandas", "from_dataframe"), "a DataFrame is taken as it is: trainer.fit(frame, y)"
+    ),
+}
+"""What methods of a dataset are here."""
+
+_MODULES = {
+    ".keras": "models are built with keras; shoal.keras has distribute(model)",
+    ".estimator": "shoal.estimator has no ready-made models: give Estimator a model_fn that returns an EstimatorSpec",
+}
+
 _WITH_MORE_NAMES = ("callbacks", "collectives", "estimator", "nn", "data")
 
 
@@ -99,9 +127,22 @@ def hint_for(error: BaseException) -> str | None:
     said = str(error)
     if isinstance(error, TypeError) and (argument := _UNKNOWN_ARGUMENT.search(said)):
         return _of_argument(*argument.groups())
+    if isinstance(error, TypeError) and said.startswith("Dataset.from_arrays() takes 2 positional"):
+        return "did you mean shoal.Dataset.from_arrays((x, y)), with a tuple?"
     if isinstance(error, (AttributeError, ImportError)) and (name := _UNKNOWN_NAME.search(said)):
         if name["called"]:
             return _METHODS.get(name["called"])
+        if name["data"]:
+            return _DATA.get(name["data"])
+        if name["batched"]:
+            is_before = hasattr(sys.modules["shoal"].Dataset, name["batched"])
+            return (
+                f"{name['batched']} comes before batch: data.{name['batched']}(...).batch(32)"
+                if is_before
+                else None
+            )
+        if name["module"]:
+            return _MODULES.get(name["module"])
         return _of_name(name["name"] or name["imported"])
     if not jobs.has_several_workers() or sys.stdin is None or sys.stdin.isatty():
         return None
@@ -115,11 +156,11 @@ def hint_for(error: BaseException) -> str | None:
 
 
 def _of_argument(owner: str, method: str, given: str) -> str | None:
-    loaded = (sys.modules.get("shoal"), sys.modules.get("shoal.callbacks"))
+    loaded = [sys.modules.get(name) for name in ("shoal", "shoal.callbacks", "shoal.estimator")]
     kind = next((getattr(module, owner) for module in loaded if hasattr(module, owner)), None)
-    called = getattr(kind, method, None)
-    if called is None:
+    if kind is None:
         return None
+    called = getattr(kind, method)
     known, meant = _parameters(called), _ARGUMENTS.get(given, given)
     shown = _shown(owner, method)
     hint = f"{shown} takes {', '.join(known)}"

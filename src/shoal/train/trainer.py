@@ -267,6 +267,11 @@ class Trainer:
             refuse_beside_step(training_step, compile=compile, metrics=metrics)
         if isinstance(loss, str) and loss != "model":
             loss = loss_named(loss)
+        if isinstance(loss, type):
+            raise ConfigError(
+                f"loss={loss.__name__} is a class, and a loss is an object or a function of (output, target). Nothing was trained; write "
+                f"loss={loss.__name__}()."
+            )
         if isinstance(optimizer, str):
             optimizer = optimizer_named(optimizer, lr, optimizer_options)
         elif lr is not None or optimizer_options is not None:

@@ -40,6 +40,8 @@ def batches_of_arrays(
         cure = f"a dataset holds inputs and target: {what}(data.batch(32))"
         if isinstance(data, nn.Module):
             cure = f"the model is the Trainer's: shoal.Trainer(model, loss=...).{what}(data)"
+        elif isinstance(wrong, (list, tuple)):
+            cure = "make arrays of lists, numpy.asarray(x)"
         elif what == "fit" and not is_arrays(target):
             cure += ", and what it is measured on is validation_data="
         raise ConfigError(
