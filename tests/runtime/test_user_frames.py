@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shoal
 from shoal.config import job as jobs
@@ -144,7 +145,7 @@ def test_an_unknown_argument_is_answered_with_the_one_that_was_meant(
         ("shoal.init()", "leave it out: `shoal run` sets the workers up"),
         ("shoal.ModelCheckpoint()", "did you mean shoal.callbacks.ModelCheckpoint?"),
         ("shoal.Dataset.from_tensor_slices", "did you mean shoal.Dataset.from_arrays((x, y))?"),
-        ("shoal.Dataset.from_arrays([[1.0]]).batch(1).shuffle()", "data.shuffle(...).batch(32)"),
+        ("shoal.Dataset.from_arrays(torch.zeros(2)).batch(1).shuffle()", "data.shuffle(...).batch(32)"),
         ("shoal.estimator.DNNClassifier", "give Estimator a model_fn"),
         ("shoal.Dateset", "did you mean shoal.Dataset?"),
         ("from shoal import Accelerator", "shoal.setup(model, optimizer, data)"),
@@ -153,7 +154,7 @@ def test_an_unknown_argument_is_answered_with_the_one_that_was_meant(
 )
 def test_a_name_of_another_library_is_answered_with_ours(wrong: str, said: str) -> None:
     with pytest.raises((AttributeError, ImportError)) as caught:
-        exec(wrong, {"shoal": shoal})
+        exec(wrong, {"shoal": shoal, "torch": torch})
     hide_ours(caught.value)
     assert said in "".join(traceback.format_exception(caught.value))
 
