@@ -68,7 +68,12 @@ def follow(page: Path, wheel: Path) -> dict[str, float | str]:
                 installed_s = time.perf_counter() - began
             said = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
         total_s = time.perf_counter() - began
-    return {"install_s": round(installed_s, 1), "first_model_s": round(total_s, 1), "printed": said[-80:]}
+    return {
+        "install_s": round(installed_s, 1),
+        "first_model_s": round(total_s, 1),
+        "load": round(os.getloadavg()[1]),  # of the last five minutes
+        "printed": said[-80:],
+    }
 
 
 def changed(old: Path, new: Path) -> int:

@@ -7,11 +7,8 @@ holds the checkpoints: train goes on from the newest, evaluate and predict load 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +16,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -28,15 +24,15 @@ from shoal.config import job as jobs
 from shoal.data.batches import Batches, as_batches
 from shoal.data.slice import split_target
 from shoal.data.tree import map_tensors, tensors
-from shoal.errors import CheckpointError, ConfigError, NoCheckpoint
+from shoal.errors import ConfigError, NoCheckpoint
 from shoal.train.arguments.arrays import batches_of_arrays
 from shoal.train.callbacks.base import Callback
 from shoal.train.callbacks.logs import TensorBoard
 from shoal.train.callbacks.monitored import ModelCheckpoint, StopAtStep
 from shoal.train.calls import described
-from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint, step_path
-from shoal.train.checkpoint.saving import continues_at, fit_starts, saved_origin
-from shoal.train.checkpoint.storage import MANIFEST, Place
+from shoal.train.checkpoint.checkpoint import open_checkpoint, step_path
+from shoal.train.checkpoint.model_directory import FitOrigin, ModelDirectory
+from shoal.train.checkpoint.saving import is_there
 from shoal.train.trainer import Trainer
 
 InputFn = Callable[[], Any]
@@ -181,29 +177,11 @@ class SummarySaverHook(TensorBoard):
 
 
 class _Saver(ModelCheckpoint):
-    """Saves the last step too, as an Estimator does, so that the next call continues from there."""
+    """Saves the last step too, as an Estimator does: the next call goes on from there, with the weights that EMA left."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
+        self._saved_path = None
         self._save(trainer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """Position up to which an Estimator of this script has trained."""
-
-    trainer: Trainer
-    path: str
-    """Its last checkpoint."""
-
-    position: tuple[int, int]
-    """Epoch and step of it."""
-
-    first: tuple[int, int]
-    """Epoch and step at which the fit began that saved it."""
-
-
-_LATEST: dict[str, _Trained] = {}
-"""Latest training by model_dir, over all Estimators of this process."""
 
 
 def _no_loss(output: Any, target: Any) -> Tensor:
@@ -225,8 +203,9 @@ class Estimator:
             raise ConfigError(
                 f"model_dir is '{model_dir}' in the Estimator and '{self.config.model_dir}' in its RunConfig. Nothing was trained; say it once."
             )
-        self.model_dir = model_dir or self.config.model_dir or str(jobs.current().run_dir / "checkpoints")
-        self._is_own_dir = (model_dir or self.config.model_dir) is not None
+        named = model_dir or self.config.model_dir
+        self.model_dir = named or str(jobs.current().run_dir / "checkpoints")
+        self._directory = ModelDirectory(self.model_dir, is_named=named is not None)
         self._built: dict[ModeKeys, tuple[Trainer, EstimatorSpec]] = {}
         self._held: dict[ModeKeys, tuple[str, int]] = {}  # path and global step of the weights a pass has
 
@@ -244,38 +223,43 @@ class Estimator:
             raise ConfigError(
                 f"train(steps={steps}, max_steps={max_steps}): give one of them. Nothing was trained."
             )
-        batches, resume = _batches(input_fn), None
+        batches = _batches(input_fn)
         if self._trained() is not None:
             trainer, spec = self._built[ModeKeys.TRAIN]
             trainer.replace_callbacks(self._callbacks(spec, hooks))
-            start = first = (trainer.epoch, trainer.step)
+            here = (trainer.epoch, trainer.step)
+            origin = FitOrigin(None, here, here)
         else:  # built also where nothing is left to train: checkpoints know their Trainer by its number within the script
             trainer, spec = self._build(ModeKeys.TRAIN, batches, hooks)
-            resume, start, first = self._beginning(trainer, batches)
-        last = start[1] + steps if steps is not None else max_steps
-        if last is not None and last <= start[1]:
+            origin = self._directory.next_fit(trainer, batches)
+        (epoch, step), (first_epoch, first_step) = origin.position, origin.first
+        last = step + steps if steps is not None else max_steps
+        if last is not None and last <= step:
             return self
-        self._refuse_short_input(batches, last, start)
+        num_steps = batches.num_steps(trainer.num_workers) if not batches.is_endless else None
+        if last is not None and num_steps is not None and num_steps < last - step:
+            raise ConfigError(
+                f"input_fn gives {num_steps} batches, and {last - step} steps were asked for: it would end early. Nothing was trained; "
+                "let it return data.repeat().batch(...), or ask for fewer steps."
+            )
         if validation is not None:
             self._validate_as_eval(trainer, validation)
         trainer.fit(
             batches,
-            epochs=None if batches.is_endless else start[0] - first[0] + 1,
-            max_steps=last - first[1] if last is not None else None,
+            epochs=None if batches.is_endless else epoch - first_epoch + 1,
+            max_steps=last - first_step if last is not None else None,
             validation_data=validation,
             validate_every=self.config.save_checkpoints_steps if validation is not None else None,
             validation_steps=validation_steps if validation is not None else None,
-            resume=resume,
+            resume=origin.resume,
         )
         self._built[ModeKeys.TRAIN] = trainer, spec
-        if self._is_own_dir:
-            path = step_path(self.model_dir, trainer.step)
-            _LATEST[self.model_dir] = _Trained(trainer, path, (trainer.epoch, trainer.step), first)
+        self._directory.trained(trainer)
         # A hook may have ended it: at its step, or by trainer.stop().
         wanted = min([last, *trainer.callbacks.last_steps]) if last is not None else 0
         if last is not None and trainer.step < wanted and not trainer.control.stop:
             raise ConfigError(
-                f"input_fn ended after {trainer.step - start[1]} steps, and {last - start[1]} were asked for. What was trained is in "
+                f"input_fn ended after {trainer.step - step} steps, and {last - step} were asked for. What was trained is in "
                 f"{self.model_dir}; let input_fn return a dataset with .repeat(), or ask for fewer steps."
             )
         return self
@@ -388,26 +372,22 @@ class Estimator:
 
     def _for_pass(self, mode: ModeKeys, batches: Batches) -> tuple[Trainer, EstimatorSpec]:
         """The mode's own Trainer, with the weights that were trained; else with those of model_dir's newest checkpoint."""
-        trained, latest = self._trained(), self._latest()
-        if trained is not None and trained.progress.passed_results is not None:
+        trained = self._trained() or self._directory.last()
+        if trained is not None:
             path, step = step_path(self.model_dir, trained.step), trained.step
-            if path not in map(os.fspath, list_checkpoints(self.model_dir)):
+            if trained.progress.passed_results is not None and not is_there(path):
                 raise NoCheckpoint(
                     path=path,
                     reason=f"this job goes on from a later one, and {mode} of step {step} comes before it; leave the call out to go on",
                 )
-        elif trained is not None:
-            path, step = str(trained.run_dir / f"estimator-{trained.number}"), trained.step
-        elif latest is not None:
-            path, step = latest.path, latest.position[1]
-        elif (newest := self._newest_before_this_job()) is not None:
+        elif (newest := self._directory.newest_before_job()) is not None:
             path, step = newest, int(open_checkpoint(newest, verify=False).progress["step"])
         else:
             raise NoCheckpoint(path=self.model_dir, reason="nothing was trained in it yet; call train first")
         trainer, spec = self._of_mode(mode, batches)
         if self._held.get(mode) != (path, step):
-            is_passed = trained is None or trained.progress.passed_results is not None
-            if trained is not None and not is_passed and (path, step) not in self._held.values():
+            if trained is not None and trained.config.fast_dev_run:  # which writes no checkpoints
+                path = str(trained.run_dir / f"estimator-{trained.number}")
                 trained.save(path)
             trainer.show(batches)
             trainer.load(path)
@@ -427,68 +407,7 @@ class Estimator:
     def _trained(self) -> Trainer | None:
         """The Trainer that has trained here, unless another Estimator has since continued from its checkpoint."""
         trainer = self._built[ModeKeys.TRAIN][0] if ModeKeys.TRAIN in self._built else None
-        latest = self._latest()
-        return trainer if latest is None or latest.trainer is trainer else None
-
-    def _latest(self) -> _Trained | None:
-        """Training of this script in model_dir. By the script's own record: in a launched job files may be newer."""
-        return _LATEST.get(self.model_dir) if self._is_own_dir and jobs.current().launched else None
-
-    def _beginning(
-        self, trainer: Trainer, batches: Batches
-    ) -> tuple[str | None, tuple[int, int], tuple[int, int]]:
-        """Of a new Trainer: the checkpoint to name to fit, epoch and step of this train, and of the fit that began there or before."""
-        if (latest := self._latest()) is not None:
-            return latest.path, latest.position, latest.first
-        if (own := self._newest_of_this_job(trainer.number)) is not None:  # which fit finds by itself
-            first = fit_starts(own)[0]
-            return None, saved_origin(own) or first, first
-        if (newest := self._newest_before_this_job()) is not None:
-            saved = open_checkpoint(newest).progress
-            return newest, continues_at(saved, batches, trainer.num_workers), fit_starts(saved)[-1]
-        return None, (0, 0), (0, 0)
-
-    def _newest_before_this_job(self) -> str | None:
-        """Newest checkpoint from before this job: a replacement worker runs the script again, and must
-        ignore those that its own job saved meanwhile.
-        """
-        return next((path for path, is_own in self._checkpoints() if not is_own), None)
-
-    def _newest_of_this_job(self, number: int) -> dict[str, Any] | None:
-        """Progress of the checkpoint from which the Trainer of this number goes on in a resumed job, where this job wrote it."""
-        for path, is_own in self._checkpoints():
-            if is_own and jobs.current().resume:
-                with contextlib.suppress(
-                    CheckpointError
-                ):  # fit tells of a damaged one, and takes the one before it
-                    progress = open_checkpoint(path, verify=False).progress
-                    if progress["fit"].get("trainer") in (None, number):
-                        return progress
-        return None
-
-    def _checkpoints(self) -> Iterator[tuple[str, bool]]:
-        """Checkpoints of model_dir, newest first, and whether this job wrote them, in any of its launches."""
-        job, began = jobs.current(), psutil.Process().create_time()
-        if job.launched and (events := job.run_dir / "events.jsonl").exists():
-            with events.open() as lines:
-                began = float(json.loads(next(lines, "{}")).get("time", began))
-        for path in reversed(list_checkpoints(self.model_dir)):
-            place = Place.at(path)
-            is_own = job.launched and place.fs.modified(place.file(MANIFEST)).timestamp() >= began
-            yield os.fspath(path), is_own
-
-    def _refuse_short_input(self, batches: Batches, last: int | None, start: tuple[int, int]) -> None:
-        num_steps = batches.num_steps(jobs.current().num_data_ranks)
-        if (
-            last is not None
-            and num_steps is not None
-            and not batches.is_endless
-            and num_steps < last - start[1]
-        ):
-            raise ConfigError(
-                f"input_fn gives {num_steps} batches, and {last - start[1]} steps were asked for: it would end early. Nothing was trained; "
-                "let it return data.repeat().batch(...), or ask for fewer steps."
-            )
+        return trainer if self._directory.last() in (None, trainer) else None
 
 
 def train_and_evaluate(

@@ -22,27 +22,33 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.config import job as jobs
+from shoal.config.extras import install_command
 from shoal.data.tree import leaves, map_leaves
 from shoal.errors import ConfigError
-from shoal.parallel.protocol import Piece
-from shoal.parallel.state import MODEL
 from shoal.train.arguments.arrays import is_arrays
 from shoal.train.callbacks.base import Callback
-from shoal.train.checkpoint.checkpoint import write_checkpoint
 from shoal.train.trainer import Trainer
 
 
 def distribute(model: Any, **options: Any) -> Any:
     """The same model, whose fit, evaluate and predict are shoal's. `options` are those of a Trainer (callbacks, params, ...)."""
-    import keras
-
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        if error.name != "keras":  # a backend of Keras that is not installed
+            raise
+        raise ConfigError(
+            f"shoal.keras needs Keras 3, which is not installed. Nothing was trained; {install_command('keras')}."
+        ) from None
     if (backend := keras.backend.backend()) != "torch":
         raise ConfigError(
             f"Keras runs on its '{backend}' backend here, whose weights are no tensors of torch: shoal cannot cut or exchange them. Nothing "
             "was trained; set KERAS_BACKEND=torch in the environment, or os.environ['KERAS_BACKEND'] = 'torch' before keras is imported."
         )
     if not isinstance(model, keras.Model):
-        raise ConfigError(f"shoal.keras.distribute takes a keras.Model, and got a {type(model).__name__}.")
+        raise ConfigError(
+            f"shoal.keras.distribute takes a keras.Model, and got a {type(model).__name__}; a module of torch goes to shoal.Trainer."
+        )
     trained = DistributedModel(model, options)
     model.fit, model.evaluate, model.predict = trained.fit, trained.evaluate, trained.predict
     return model
@@ -114,6 +120,12 @@ class DistributedModel:
         import keras
 
         _refuse("fit", others)
+        if not jobs.current().shares_run_dir:
+            raise ConfigError(
+                f"after a fit every worker reads the Keras model's weights in {jobs.current().run_dir}, which this host "
+                f"({jobs.current().host_address}) does not share with the first one. Nothing was trained; give --run-dir on a file system "
+                "that all hosts see."
+            )
         if validation_split:
             num = int(len(next(leaves(x))) * (1 - validation_split))
             validation_data = map_leaves(lambda _, each: each[num:], (x, y))
@@ -197,21 +209,11 @@ class DistributedModel:
         return {each.path: each.value.detach() for each in self._model.variables if each.path in self._names}
 
     def _give_weights(self, trainer: Trainer) -> None:
-        """Pass weights that load_weights, set_weights or assign put into the Keras model to the
-        Trainer, under any strategy.
-        """
+        """Pass weights that load_weights, set_weights or assign put into the Keras model to the Trainer."""
         now = self._values()
-        if all(torch.equal(value, self._known[name]) for name, value in now.items()):
-            return
-        path = trainer.run_dir / "keras-given"
-        if jobs.rank() == 0:  # load waits until every rank calls it
-            pieces = [
-                Piece(MODEL + name, value, tuple(value.shape), (0,) * value.dim())
-                for name, value in now.items()
-            ]
-            write_checkpoint(path, pieces, progress={"step": trainer.step, "epoch": trainer.epoch})
-        trainer.load(path)
-        self._remember()
+        if any(not torch.equal(value, self._known[name]) for name, value in now.items()):
+            trainer.load(now)
+            self._remember()
 
     def _take_weights(self, trainer: Trainer) -> None:
         """Copy the trained weights into the Keras model, for save() and get_weights(), under any strategy."""

@@ -111,6 +111,21 @@ def test_weights_and_losses_set_after_a_fit_are_those_that_count(start: Callable
     assert ours.evaluate(x, y) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-3)
 
 
+def test_a_host_without_the_run_directory_is_refused(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from shoal.config import job
+    from shoal.errors import ConfigError
+
+    monkeypatch.setattr(job, "_current", replace(job.current(), shares_run_dir=False))
+    with pytest.raises(
+        ConfigError, match=r"Nothing was trained; give --run-dir on a file system that all hosts"
+    ):
+        start().fit(*_data())
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_cures_that_errors_name_are_cures(keras: Any, start: Callable[..., Any]) -> None:
     import numpy as np

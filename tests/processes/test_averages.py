@@ -1,4 +1,4 @@
-"""Averages of weights and learning rates that follow values or workers: by hand in torch, and over workers, servers and deaths."""
+"""Averages of weights, weights given by a state_dict, learning rates that follow values or workers: by hand in torch, and over workers, servers and deaths."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ data = shoal.Dataset.from_arrays((x, y))
 size = 16 // shoal.num_workers() if 16 % shoal.num_workers() == 0 else None
 folder = pathlib.Path(sys.argv[1])
 
-def trainer(*callbacks, **options):
+def model():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    return shoal.Trainer(model, loss="mse", callbacks=callbacks, progress=False,
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+def trainer(*callbacks, **options):
+    return shoal.Trainer(model(), loss="mse", callbacks=callbacks, progress=False,
                          **{"optimizer": "adam", "lr": 0.05, "params": {"lr": 0.05, "by": "test"}} | options)
 
 for name, callback in {"ema": EMA(0.8), "swa": SWA(2)}.items():
@@ -43,6 +45,8 @@ one = trainer(plateau)
 one.fit(data.batch(16), epochs=4)
 one.save(folder / "plateau")
 rates = [one.learning_rates, plateau.num_reductions]
+one.load({name: 2 * tensor for name, tensor in model().state_dict().items()})
+one.save(folder / "given")
 
 if size is not None:
     one = trainer(optimizer="sgd", scale_lr="linear", lr=0.2 / shoal.num_workers())
@@ -85,7 +89,7 @@ def by_hand() -> dict[str, dict[str, Tensor]]:
                 optimizer.param_groups[0]["lr"] *= 0.5
         kept = average.module if name in ("ema", "swa") else net
         found[name] = {key: tensor.detach().clone() for key, tensor in kept.state_dict().items()}
-    return found
+    return found | {"given": {key: 2 * tensor for key, tensor in model().state_dict().items()}}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -176,6 +177,27 @@ def test_validation_within_training_is_by_the_loss_and_metrics_of_eval(tmp_path:
     assert seen[-1]["val_mean_absolute_error"] == pytest.approx(
         measured["loss"]
     )  # the L1 loss is that metric
+
+
+def test_the_next_process_finds_the_average_that_this_one_evaluates(tmp_path: Path) -> None:
+    config = RunConfig(model_dir=str(tmp_path / "model"), save_checkpoints_steps=2)
+    one = Estimator(model_fn, ALL, config)
+    one.train(
+        lambda: data().repeat().batch(8), hooks=[EMA(0.9)], steps=4
+    )  # whose last step is saved before its end
+    averaged = one._built[ModeKeys.TRAIN][0].evaluate(data().batch(8))["loss"]
+    for each in (one, Estimator(model_fn, ALL, config)):
+        assert each.evaluate(lambda: data().batch(8))["loss"] == averaged
+
+
+def test_a_try_of_one_batch_is_evaluated_and_saves_nothing(tmp_path: Path) -> None:
+    def tried(features: Any, labels: Any, mode: ModeKeys, params: dict[str, Any]) -> EstimatorSpec:
+        return dataclasses.replace(model_fn(features, labels, mode, params), scaffold={"fast_dev_run": True})
+
+    one = Estimator(tried, ALL, model_dir=str(tmp_path / "model"))
+    train = TrainSpec(lambda: data().repeat().batch(8), max_steps=1)
+    assert train_and_evaluate(one, train, EvalSpec(lambda: data().batch(8)))[0]["global_step"] == 1
+    assert not (tmp_path / "model").exists()
 
 
 TWO = """

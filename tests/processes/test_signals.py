@@ -203,15 +203,24 @@ def test_a_killed_supervisor_leaves_no_process(
 ) -> None:
     process = supervisor_process(
         """
-        import pathlib, subprocess, time, shoal
+        import pathlib, subprocess, torch, shoal
         from torch.utils.data import DataLoader
+        class AtWork(shoal.callbacks.Callback):
+            ranks = "every"
+            def on_step_end(self, trainer, logs):
+                if logs.step == 3:
+                    pathlib.Path(f"at-work-{shoal.rank()}").touch()
         loader = iter(DataLoader(list(range(1000)), num_workers=1))
         next(loader)
         subprocess.Popen(["sleep", "600"])
-        pathlib.Path(f"at-work-{shoal.rank()}").touch()
-        time.sleep(600)
+        x = torch.randn(64, 4)
+        data = shoal.Dataset.from_arrays((x, x.sum(1, keepdim=True))).repeat().batch(8)
+        trainer = shoal.Trainer(torch.nn.Linear(4, 1), loss="mse", optimizer="sgd", lr=0.01, callbacks=[AtWork()])
+        trainer.fit(data, max_steps=1_000_000_000)
         """,
         workers=2,
+        servers=1,
+        strategy="ps",
         name="mine",
     )
     for rank in range(2):
@@ -219,8 +228,8 @@ def test_a_killed_supervisor_leaves_no_process(
     # Without those that compile loops for the next start, which outlive their job.
     everybody = psutil.Process(process.pid).children(recursive=True)
     family = [each for each in everybody if "kernel_cache" not in "".join(each.cmdline())]
-    # Warm parent, coordinator, two workers, and of each worker a DataLoader worker and a `sleep`.
-    assert len(family) >= 8
+    # Warm parent, coordinator, a server, two workers, and of each worker a DataLoader worker and a `sleep`.
+    assert len(family) >= 9
     process.send_signal(signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(family, timeout=5.0)

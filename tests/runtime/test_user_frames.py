@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shoal
 from shoal.config import job as jobs
@@ -110,6 +111,17 @@ def test_plain_python_prints_the_users_lines_alone_unless_asked_for_all(tmp_path
         (lambda: shoal.Trainer.fit(None, 1, num_epochs=3), "did you mean epochs=? Trainer.fit takes data"),  # type: ignore[call-arg, arg-type]
         (lambda: shoal.Trainer(None, learning_rate=1.0), "did you mean lr=?"),  # type: ignore[call-arg, arg-type]
         (
+            lambda: shoal.Trainer.fit(None, 1, callbacks=[]),
+            "did you mean callbacks= of Trainer? Trainer.fit takes data",
+        ),  # type: ignore[call-arg, arg-type]
+        (lambda: shoal.Trainer(None, max_epochs=3), "did you mean epochs= of Trainer.fit?"),  # type: ignore[call-arg, arg-type]
+        (
+            lambda: shoal.estimator.RunConfig(model_dirr="x"),
+            "did you mean model_dir=? EstimatorConfig takes model_dir",
+        ),
+        (lambda: shoal.Dataset.from_arrays(1, 2), "from_arrays((x, y)), with a tuple?"),  # type: ignore[call-arg, arg-type]
+        (lambda: shoal.Trainer(None, devices=2), "chosen at launch: shoal run -n 4 train.py"),  # type: ignore[call-arg, arg-type]
+        (
             lambda: shoal.callbacks.StopAtConvergence(patience=3),
             "StopAtConvergence takes steps, min_delta, smoothing",
         ),  # type: ignore[call-arg]
@@ -124,6 +136,27 @@ def test_an_unknown_argument_is_answered_with_the_one_that_was_meant(
         hide_ours(caught.value)
     assert said in "".join(traceback.format_exception(caught.value))
     assert len(caught.value.__notes__) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("shoal.size()", "did you mean shoal.num_workers()?"),
+        ("shoal.init()", "leave it out: `shoal run` sets the workers up"),
+        ("shoal.ModelCheckpoint()", "did you mean shoal.callbacks.ModelCheckpoint?"),
+        ("shoal.Dataset.from_tensor_slices", "did you mean shoal.Dataset.from_arrays((x, y))?"),
+        ("shoal.Dataset.from_arrays(torch.zeros(2)).batch(1).shuffle()", "data.shuffle(...).batch(32)"),
+        ("shoal.estimator.DNNClassifier", "give Estimator a model_fn"),
+        ("shoal.Dateset", "did you mean shoal.Dataset?"),
+        ("from shoal import Accelerator", "shoal.setup(model, optimizer, data)"),
+        ("shoal.Trainer(lambda: None, loss='mse').train()", "did you mean trainer.fit(data, epochs=...)?"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_ours(wrong: str, said: str) -> None:
+    with pytest.raises((AttributeError, ImportError)) as caught:
+        exec(wrong, {"shoal": shoal, "torch": torch})
+    hide_ours(caught.value)
+    assert said in "".join(traceback.format_exception(caught.value))
 
 
 def test_other_peoples_calls_get_no_hint() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 import shoal
 from shoal.callbacks import EMA, SWA, ModelCheckpoint, ReduceLROnPlateau, StopAtConvergence
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import CheckpointError, CheckpointMismatch, ConfigError
 from shoal.parallel.single import Single
 from shoal.ps.layout import optimizer_class
 from shoal.ps.weight_average import averaged
@@ -30,6 +30,7 @@ from shoal.train.checkpoint.checkpoint import list_checkpoints, open_checkpoint,
 
 X = np.random.default_rng(0).normal(size=(40, 4))
 Y = (X.sum(1) > 0).astype(int)
+BATCHES = shoal.Dataset.from_arrays((torch.tensor(X, dtype=torch.float32), torch.tensor(Y))).batch(8)
 
 
 def net(num_classes: int = 2) -> nn.Sequential:
@@ -67,6 +68,15 @@ def test_names_and_arrays_train_what_objects_and_datasets_do() -> None:
             lambda: trainer(optimizer="adamx"),
             "Did you mean 'adamw'|Did you mean 'adamax'|Did you mean 'adam'",
         ),
+        (
+            lambda: trainer(loss="sparse_categorical_cross_entropy"),
+            "Did you mean 'sparse_categorical_crossentropy'",
+        ),
+        (lambda: trainer(loss=nn.CrossEntropyLoss), r"is a class.*write loss=CrossEntropyLoss\(\)"),
+        (lambda: trainer(callbacks=EMA()), "callbacks must be a list, got EMA alone"),
+        (lambda: trainer(metrics=["acc"]), "Did you mean 'accuracy'"),
+        (lambda: trainer().fit(X.tolist(), Y.tolist()), r"make arrays of lists, numpy.asarray\(x\)"),
+        (lambda: shoal.setup(net(), BATCHES, "adam"), "in this order, and got Sequential, Batches, str"),  # type: ignore[type-var]
         (lambda: trainer(optimizer_options={"momentums": 0.9}), "SGD has no setting 'momentums'"),
         (lambda: trainer(lr=-1.0), "optimizer='sgd' cannot be built"),
         (
@@ -81,6 +91,15 @@ def test_names_and_arrays_train_what_objects_and_datasets_do() -> None:
         (lambda: trainer(scale_lr="linear").fit(X, Y), "per_worker=True"),
         (lambda: trainer().fit(X, Y[:-1]), "different numbers of rows, 39 and 40"),
         (lambda: trainer().fit(X, "labels"), "takes arrays, tensors and DataFrames, and was given a str"),
+        (
+            lambda: trainer().fit(net(), X),
+            r"model is the Trainer's: shoal.Trainer\(model, loss=...\).fit\(data\)",
+        ),
+        (
+            lambda: trainer().fit(net()),
+            r"model is the Trainer's: shoal.Trainer\(model, loss=...\).fit\(data\)",
+        ),
+        (lambda: trainer().fit(BATCHES, BATCHES), "measured on is validation_data="),
         (lambda: trainer().fit(pd.DataFrame({"word": ["a"] * 40}), Y), "column 'word' holds no numbers"),
         (
             lambda: trainer(net(1), loss="mse").fit(X, X[:, 0], batch_size=8),
@@ -165,6 +184,20 @@ def test_weights_come_from_checkpoints_safetensors_and_pth_files(tmp_path: Path)
         assert begun.evaluate(X, Y) == trained.evaluate(X, Y)
 
 
+def test_weights_are_taken_over_from_a_state_dict(tmp_path: Path) -> None:
+    given, one = net(1).state_dict(), trainer(net(1))
+    one.load({name: 2 * tensor for name, tensor in given.items()})
+    for name, tensor in one.model.state_dict().items():
+        assert torch.equal(tensor, 2 * given[name])
+    torch.save(given, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=r"it is a file; Trainer\(init_from=...\) begins with"):
+        one.load(tmp_path / "a.pth")
+    with pytest.raises(
+        CheckpointMismatch, match=r"given to load\(\) belongs to another model: shapes differ"
+    ):
+        one.load(net(3).state_dict())
+
+
 def test_a_partial_load_needs_its_word_and_tells_what_it_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,7 +222,7 @@ def test_what_holds_no_weights_is_refused_and_nothing_of_it_runs(tmp_path: Path)
     torch.save([1, 2], tmp_path / "list.pth")
     save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
     for name, said in {
-        "evil.pth": "cannot be read as weights alone",
+        "evil.pth": "as weights alone \\(it holds other objects than tensors",
         "empty.pth": "cannot be read as weights alone",
         "list.pth": "no state_dict",
         "nowhere": "is neither a checkpoint nor a file of weights",

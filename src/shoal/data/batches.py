@@ -288,6 +288,8 @@ def as_batches(data: Any, *, default_seed: int) -> Batches:
         cure = "Say how many samples one update takes: data.batch(1024)."
     elif isinstance(data, TorchDataset):
         cure = "Put it in a DataLoader, or write shoal.Dataset.from_torch(data).batch(1024)."
+    elif isinstance(data, torch.nn.Module):
+        cure = "The model is the Trainer's: shoal.Trainer(model, loss=...).fit(data)."
     else:
         cure = "For tensors and arrays, write shoal.Dataset.from_arrays((inputs, target)).batch(1024)."
     raise ConfigError(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import linecache
 import os
-import re
 import sys
 from itertools import pairwise
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-from shoal.config import job as jobs
 from shoal.errors import OtherLauncher, ShoalError
+from shoal.runtime.hints import hint_for
 
 _SHOAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _RUNPY = "<frozen runpy>"
@@ -24,10 +23,6 @@ _LIBRARIES = (
     f"{os.sep}dist-packages{os.sep}",
     os.path.dirname(os.__file__) + os.sep,
 )
-
-_UNKNOWN_ARGUMENT = re.compile(r"^(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'")
-_ELSEWHERE = {"learning_rate": "lr", "criterion": "loss", "loss_fn": "loss", "callback": "callbacks"}
-"""Names of arguments in other libraries, and ours."""
 
 
 class UserLine(NamedTuple):
@@ -85,40 +80,12 @@ def hide_ours(error: BaseException) -> None:
         if id(at) in seen:
             continue
         seen.add(id(at))
-        _add_hint(at)
+        if not getattr(at, "__notes__", ()) and (hint := hint_for(at)) is not None:
+            at.add_note(hint)
         is_told = isinstance(at, ShoalError) or isinstance(at.__cause__, Elsewhere)
         at.__traceback__ = _trimmed(at.__traceback__, keep_last=not is_told)
         inner = at.exceptions if isinstance(at, BaseExceptionGroup) else ()
         chain += [other for other in (at.__cause__, at.__context__, *inner) if other is not None]
-
-
-def _add_hint(error: BaseException) -> None:
-    """Complete Python's own error where it came from a call of shoal's and says too little to somebody who is new to it."""
-    if getattr(error, "__notes__", ()):
-        return
-    if isinstance(error, TypeError) and (found := _UNKNOWN_ARGUMENT.search(str(error))):
-        owner, method, given = found.groups()
-        modules = (sys.modules.get("shoal"), sys.modules.get("shoal.callbacks"))
-        owners = [getattr(module, owner) for module in modules if hasattr(module, owner)]
-        called = getattr(owners[0], method, None) if owners else None
-        if called is not None:
-            import inspect
-            from difflib import get_close_matches
-
-            known = [name for name in inspect.signature(called).parameters if name != "self"]
-            close = get_close_matches(_ELSEWHERE.get(given, given), known, n=1)
-            meant = f"did you mean {close[0]}=? " if close else ""
-            error.add_note(
-                f"{meant}{owner}{'' if method == '__init__' else f'.{method}'} takes {', '.join(known)}"
-            )
-    elif not jobs.has_several_workers() or sys.stdin is None or sys.stdin.isatty():
-        return
-    elif isinstance(error, EOFError) and "when reading a line" in str(error):
-        error.add_note(
-            "several workers have no standard input: give the value as an argument of the script, or use -n 1"
-        )
-    elif type(error).__name__ == "BdbQuit":
-        error.add_note("breakpoint() of several workers has no terminal: use --debug-rank 0, or -n 1")
 
 
 def print_uncaught(kind: type[BaseException], error: BaseException) -> None:

@@ -505,7 +505,7 @@ _TOP_K = re.compile(r"top[-_]?([1-9]\d*)")
 def check_name(name: str) -> None:
     """Refuse an unknown name, before anything starts."""
     if name not in ("accuracy", "auroc", "loss") and not _TOP_K.fullmatch(name):
-        guess = difflib.get_close_matches(name, ["accuracy", "auroc", "loss", "top5"], n=1)
+        guess = difflib.get_close_matches(name, ["accuracy", "auroc", "loss", "top5"], n=1, cutoff=0.5)
         hint = f" Did you mean '{guess[0]}'?" if guess else ""
         raise ConfigError(
             f"there is no metric '{name}'.{hint} By name there are accuracy, auroc, loss and top1, top5, ...; for any "

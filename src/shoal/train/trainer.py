@@ -267,6 +267,11 @@ class Trainer:
             refuse_beside_step(training_step, compile=compile, metrics=metrics)
         if isinstance(loss, str) and loss != "model":
             loss = loss_named(loss)
+        if isinstance(loss, type):
+            raise ConfigError(
+                f"loss={loss.__name__} is a class, and a loss is an object or a function of (output, target). Nothing was trained; write "
+                f"loss={loss.__name__}()."
+            )
         if isinstance(optimizer, str):
             optimizer = optimizer_named(optimizer, lr, optimizer_options)
         elif lr is not None or optimizer_options is not None:
@@ -580,11 +585,12 @@ class Trainer:
             self._note_passed(f"save('{path}')")
         call.end(None)
 
-    def load(self, path: str | Path) -> None:
-        """Take over the weights of a directory that `save` or a checkpoint wrote, under any strategy."""
-        call = self._begin("load", str(path))
+    def load(self, weights: str | Path | Mapping[str, torch.Tensor]) -> None:
+        """Take over weights under any strategy: of a directory that `save` or a checkpoint wrote, or a state_dict, the same on every rank."""
+        given = weights if isinstance(weights, Mapping) else str(weights)
+        call = self._begin("load", given if isinstance(given, str) else f"{len(given)} tensors")
         if not call.is_over:
-            saving.load_model(self, str(path))
+            saving.load_model(self, given)
             call.end(None)
 
     def stop(self) -> None:

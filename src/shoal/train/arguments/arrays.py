@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.data import Dataset
 from shoal.data.batches import Batches
@@ -37,9 +37,15 @@ def batches_of_arrays(
     given = data if target is None else (data, target)
     if isinstance(given, Batches) or not is_arrays(given):
         wrong = target if is_arrays(data) else data
+        cure = f"a dataset holds inputs and target: {what}(data.batch(32))"
+        if isinstance(data, nn.Module):
+            cure = f"the model is the Trainer's: shoal.Trainer(model, loss=...).{what}(data)"
+        elif isinstance(wrong, (list, tuple)):
+            cure = "make arrays of lists, numpy.asarray(x)"
+        elif what == "fit" and not is_arrays(target):
+            cure += ", and what it is measured on is validation_data="
         raise ConfigError(
-            f"{what}(x, y) takes arrays, tensors and DataFrames, and was given a {type(wrong).__name__}. Nothing was started; a dataset "
-            f"holds inputs and target: {what}(data.batch(32))."
+            f"{what}(x, y) takes arrays, tensors and DataFrames, and was given a {type(wrong).__name__}. Nothing was started; {cure}."
         )
     tree = _converted(given)
     if any(not leaf.ndim for leaf in leaves(tree)):

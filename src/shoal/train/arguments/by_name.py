@@ -71,7 +71,7 @@ def loss_named(name: str) -> nn.Module:
     known = OTHER_LOSSES.get(known, known)
     if known not in LOSSES:
         raise ConfigError(
-            f"loss='{name}' is no loss that shoal knows.{_guess(known, LOSSES)} Nothing was trained; it knows {', '.join(LOSSES)}, "
+            f"loss='{name}' is no loss that shoal knows.{_guess(known, (*LOSSES, *OTHER_LOSSES))} Nothing was trained; it knows {', '.join(LOSSES)}, "
             "'model' for a model that returns its loss, and any callable of (output, target)."
         )
     loss = LOSSES[known]()

@@ -125,6 +125,8 @@ def _read_pickled(url: str, source: Any) -> dict[str, Tensor]:
         found = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may raise anything
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        if type(error).__name__ == "UnpicklingError":  # whose text advises to execute what is in it
+            why = "it holds other objects than tensors, a whole model perhaps, or is damaged"
         raise CheckpointError(
             f"{url} cannot be read as weights alone ({why}). Nothing was loaded, and nothing in it was "
             "executed; save it again with torch.save(model.state_dict(), path)."

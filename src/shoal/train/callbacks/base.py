@@ -135,6 +135,10 @@ class CallbackList:
     """The callbacks of a Trainer, in the order they run."""
 
     def __init__(self, callbacks: Sequence[Callback], *, rank: int) -> None:
+        if isinstance(callbacks, Callback):
+            raise ConfigError(
+                f"callbacks must be a list, got {type(callbacks).__name__} alone. Write callbacks=[...] around it."
+            )
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ConfigError(

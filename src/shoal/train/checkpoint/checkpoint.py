@@ -209,6 +209,9 @@ class PartedCheckpoint:
         return CheckpointWriteFailed(path=self._place.url, reason=reason, previous=self._previous)
 
 
+_A_FILE = "it is a file; Trainer(init_from=...) begins with the weights of one, and trainer.load takes a state_dict, too"
+
+
 def _why_none(names: list[str]) -> str:
     steps = [name for name in names if name.startswith("step-")]
     if steps:
@@ -229,7 +232,8 @@ def open_checkpoint(
     """
     place = Place.at(url)
     if not place.has(MANIFEST):
-        raise NoCheckpoint(path=place.url, reason=_why_none(place.names()))
+        is_file = place.fs.isfile(place.path)
+        raise NoCheckpoint(path=place.url, reason=_A_FILE if is_file else _why_none(place.names()))
     try:
         with place.open(MANIFEST) as source:
             text = source.read()

@@ -83,8 +83,13 @@ def save_model(trainer: Trainer, path: str) -> None:
     trainer.strategy.reduce(torch.zeros(1))  # barrier: no rank goes on before it is written
 
 
-def load_model(trainer: Trainer, path: str) -> None:
-    _load(trainer, open_checkpoint(path), with_optimizer=False)
+def load_model(trainer: Trainer, given: str | Mapping[str, Tensor]) -> None:
+    if isinstance(given, str):
+        _load(trainer, open_checkpoint(given), with_optimizer=False)
+        return
+    pieces = {MODEL + name: tensor for name, tensor in given.items()}
+    _check_model(trainer, pieces, "given to load()")
+    trainer.strategy.load(PieceReader(pieces, None))
 
 
 def save_checkpoint(
@@ -553,17 +558,21 @@ def _metric_pieces(trainer: Trainer) -> Iterator[Piece]:
 
 
 def _load(trainer: Trainer, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
-    shapes = {
-        name: (tuple(tensor.shape), tensor.dtype)
-        for name, tensor in plain_tensors(trainer.local_model).items()
-    }
-    check_fits({**shapes, **expected_shapes(trainer.local_model)}, checkpoint.pieces, checkpoint.path)
+    _check_model(trainer, checkpoint.pieces, checkpoint.path)
     settings = checkpoint.progress.get("optimizer") if with_optimizer else None
     try:
         pieces = with_rank_local_state(trainer, checkpoint)
         trainer.strategy.load(PieceReader(pieces, settings, checkpoint.path))
     except OptimizerMismatch as error:  # the raising code does not know the file's name
         raise OptimizerMismatch(path=checkpoint.path, problem=error.problem) from None
+
+
+def _check_model(trainer: Trainer, pieces: Mapping[str, Tensor], path: str) -> None:
+    shapes = {
+        name: (tuple(tensor.shape), tensor.dtype)
+        for name, tensor in plain_tensors(trainer.local_model).items()
+    }
+    check_fits({**shapes, **expected_shapes(trainer.local_model)}, pieces, path)
 
 
 def _check_data(batches: Batches, progress: dict[str, Any], path: str) -> None:
