@@ -204,7 +204,7 @@ def test_more_gpus_than_ray_has_are_refused_with_both_numbers(
     options = ["-n", "2", "--on", f"ray:{fixed_ray}", "--resources", "worker:gpus=2"]
     job = start_job(*options, str(TRAINING), "nowhere")
     assert job.wait() == 2, job.output()
-    assert "1 host need 4 GPUs, and this Ray has 2 GPUs" in job.output()
+    assert "1 host needs 4 GPUs, and this Ray has 2 GPUs" in job.output()
 
 
 def test_an_actor_killed_before_its_host_has_joined_ends_the_job_with_its_name(
@@ -230,7 +230,7 @@ def test_what_the_autoscaler_never_gives_ends_with_what_is_asked_for_and_what_th
     options = ["--on", f"ray:{ray_address}", "--resources", "worker:cpus=2", "--join-timeout", "5"]
     job = start_job(*options, str(TRAINING), "nowhere")
     assert job.wait() == 3, job.output()
-    assert "for host 1 (Ray has found no room: 1 hosts ask for 2 CPUs each" in job.output()
+    assert "for host 1 (Ray has found no room: 1 host asks for 2 CPUs, and" in job.output()
     assert "--join-timeout (now 5 s)" in job.output()
 
 
@@ -246,7 +246,7 @@ def test_ray_is_started_here_where_none_runs_and_refuses_more_than_it_has(
         "-n", "2", "--on", "ray:local", "--resources", "worker:memory=4000", str(TRAINING), "nowhere"
     )
     assert job.wait() == 2, job.output()
-    assert "1 host need 8000.0 GB of memory, and this Ray has" in job.output()
+    assert "1 host needs 8000.0 GB of memory, and this Ray has" in job.output()
 
 
 def test_a_ray_that_does_not_answer_is_named(

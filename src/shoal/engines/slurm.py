@@ -102,7 +102,7 @@ class Slurm:
     def watch(self) -> dict[int, str]:
         ended = {host: state for host in self._jobs if (state := self._state(host)) in ENDED}
         return {
-            host: f"job {self._jobs[host].job_id} is {state}: {self.logs(host) or 'it said nothing'}"
+            host: f"job {self._jobs[host].job_id} is {state}: {self._printed(host) or 'it said nothing'}"
             for host, state in ended.items()
         }
 
@@ -115,6 +115,11 @@ class Slurm:
             ask("scancel", *left, is_needed=False)
 
     def logs(self, host: int) -> str:
+        """Of a job that waits in the queue, Slurm's reason why."""
+        state = ask("squeue", "-h", "-j", self._jobs[host].job_id, "-o", "job %i is %T: %r", is_needed=False)
+        return self._printed(host) or state.strip()
+
+    def _printed(self, host: int) -> str:
         return tail_of(self._jobs[host].paths.stdout, LOG_LINES)
 
     def _state(self, host: int) -> str:
