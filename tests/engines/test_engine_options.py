@@ -103,7 +103,9 @@ def test_a_package_on_the_path_without_its_metadata_is_known_by_its_own_version(
     (tmp_path / "pyspark").mkdir()
     if content:
         (tmp_path / "pyspark" / "__init__.py").write_text(content)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *(each for each in sys.path if "site-packages" not in each)])
+    monkeypatch.setattr(
+        sys, "path", [str(tmp_path), *(each for each in sys.path if "site-packages" not in each)]
+    )
     monkeypatch.setattr(registry.shutil, "which", lambda program: f"/usr/bin/{program}")
     for name in [name for name in sys.modules if name.partition(".")[0] == "pyspark"]:
         monkeypatch.delitem(sys.modules, name)
