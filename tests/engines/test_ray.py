@@ -234,6 +234,26 @@ def test_what_the_autoscaler_never_gives_ends_with_what_is_asked_for_and_what_th
     assert "--join-timeout (now 5 s)" in job.output()
 
 
+def test_a_job_that_is_stopped_while_it_starts_ray_leaves_nothing_behind(
+    installed: Callable[[str], None], start_job: Callable[..., EngineJob]
+) -> None:
+    installed("ray")
+    job = start_job("--on", "ray:local", str(TRAINING), "nowhere")
+    head, children = psutil.Process(job.process.pid), list[psutil.Process]()
+
+    def is_starting() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children[:] = head.children(recursive=True)
+            return any("gcs_server" in each.name() for each in children)
+        return False
+
+    job.wait_for(is_starting)
+    job.process.terminate()
+    assert job.wait() == 143, job.output()
+    gone, left = psutil.wait_procs(children, 30)
+    assert not left
+
+
 def test_ray_is_started_here_where_none_runs_and_refuses_more_than_it_has(
     installed: Callable[[str], None], start_job: Callable[..., EngineJob], tmp_path: Path
 ) -> None:

@@ -93,9 +93,10 @@ class Slurm:
 
     def _refused(self, num_jobs: int, resources: Resources, why: str) -> ConfigError:
         nodes = "; ".join(ask("sinfo", "-h", "-o", "%D of %c CPUs and %m MB in %P").splitlines())
+        where = f" in partition {name}" if (name := self._parameters.get("partition")) else ""
         return ConfigError(
             f"{num_jobs} job{'s' if num_jobs > 1 else ''} of {self._ticket.cores} CPUs, {resources.gpus} GPUs and "
-            f"{resources.memory_gb:g} GB were asked of Slurm, which {why}. It has {nodes or 'no nodes'}. Nothing was started; ask "
+            f"{resources.memory_gb:g} GB were asked of Slurm{where}, which {why}. It has {nodes or 'no nodes'}. Nothing was started; ask "
             "for less with --resources, or for more hosts with fewer workers each."
         )
 
