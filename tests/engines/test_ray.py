@@ -250,7 +250,7 @@ def test_a_job_that_is_stopped_while_it_starts_ray_leaves_nothing_behind(
     job.wait_for(is_starting)
     job.process.terminate()
     assert job.wait() == 143, job.output()
-    gone, left = psutil.wait_procs(children, 30)
+    _, left = psutil.wait_procs(children, 30)
     assert not left
 
 
