@@ -17,7 +17,7 @@ from shoal import system
 from shoal.cli.hosts import hosts_config
 from shoal.cluster.hosts import opening
 from shoal.config.hosts import HostsConfig, Resources, parse_resources
-from shoal.engines import ray_session, registry, spark
+from shoal.engines import protocol, ray_session, registry, spark
 from shoal.engines.protocol import Ticket
 from shoal.errors import ConfigError
 
@@ -41,6 +41,7 @@ def config(**changes: object) -> HostsConfig:
         ({"resources": "worker:cpus=2"}, "--resources are asked of an engine"),
         ({"on": "mpi", "resources": "chief:cpus=2"}, "'chief' is no role"),
         ({"on": "mpi", "resources": "worker:cores=2"}, "'cores=2' is none of cpus=N"),
+        ({"on": "mpi", "resources": "worker:gpus=0.5"}, r"'gpus=0\.5' is none of .*gpus=N \(whole\)"),
     ],
 )
 def test_what_an_engine_cannot_be_asked_for_is_refused(
@@ -84,6 +85,47 @@ def test_an_engine_that_is_not_installed_is_named_with_the_way_to_install_it(
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=rf"not (installed here|on PATH).*(shoal\[{name}\]|install)"):
         registry.load(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "which is not installed here"),
+        ("import no_such_module", "which is not installed here"),
+        ("__version__ = '3.5.1'", r"needs pyspark 4\.0 or newer, and 3\.5\.1 is installed here"),
+        ("__version__ = '4.1.0'", ""),
+    ],
+)
+def test_a_package_on_the_path_without_its_metadata_is_known_by_its_own_version(
+    content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Spark's own Python is, of $SPARK_HOME/python; or a folder of that name beside the script."""
+    (tmp_path / "pyspark").mkdir()
+    if content:
+        (tmp_path / "pyspark" / "__init__.py").write_text(content)
+    monkeypatch.setattr(
+        sys, "path", [str(tmp_path), *(each for each in sys.path if "site-packages" not in each)]
+    )
+    monkeypatch.setattr(registry.shutil, "which", lambda program: f"/usr/bin/{program}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyspark"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+        registry.load("spark")
+    sys.modules.pop("pyspark", None)
+
+
+def test_an_address_is_reached_where_one_of_several_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        protocol.reach(f"spark://127.0.0.1:1,127.0.0.1:{port}")  # a standby master of Spark
+    with pytest.raises(OSError, match="refused"):
+        protocol.reach(f"spark://127.0.0.1:1,127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("address", ["spark://master", "ray://10.0.0.5:", "10.0.0.5:100000", "h1:1,h2"])
+def test_an_address_of_another_form_is_named(address: str) -> None:
+    with pytest.raises(ValueError, match="is no HOST:PORT"):
+        protocol.reach(address)
 
 
 def test_a_package_that_is_too_old_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +194,8 @@ def test_the_head_of_an_engine_has_no_worker_and_no_server() -> None:
 def test_resources_of_a_host_are_those_of_the_fullest_one() -> None:
     asked = parse_resources("worker:cpus=2,gpus=1,memory=8 server:memory=4")
     assert config(**asked).resources(3, 2) == Resources(cpus=4.5, gpus=2, memory_gb=20)
+    again = parse_resources("worker:cpus=2 worker:memory=8")
+    assert again["worker_resources"] == Resources(cpus=2, memory_gb=8)
 
 
 def test_the_join_key_is_in_the_environment_of_a_slot_and_not_in_its_command() -> None:

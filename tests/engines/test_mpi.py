@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+import pytest
 from engine_jobs import TRAINING, EngineJob, command_lines, differences, kill_host
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -29,6 +31,43 @@ def test_a_killed_slot_of_mpirun_is_replaced_and_the_bits_are_those_of_this_mach
     assert "mpi was asked for another" in job.output()
     assert differences(out, undisturbed) == []
     assert all(event["host"] > 0 for event in job.events("worker-started"))  # none on the head
+
+
+def test_slots_that_share_a_machine_and_its_address_are_hosts_of_their_own(
+    installed: Callable[[str], None], start_job: Callable[..., EngineJob], tmp_path: Path
+) -> None:
+    """As where an engine puts two of them on one node. In 127.0.0.0/8 each would have an address of its own; IPv6 has one."""
+    installed("mpi")
+    if "::1" not in {each.address for each in psutil.net_if_addrs()["lo"]}:
+        pytest.skip("this machine has no IPv6")
+    out = tmp_path / "out"
+    out.mkdir()
+    options = ["-n", "2", "--on", "mpi", "--hosts", "2", "--bind", "[::1]"]
+    job = start_job(*options, str(TRAINING), str(out), "--steps", "2", env=AS_ROOT)
+    assert job.wait() == 0, job.output()
+    assert {event["address"] for event in job.events("host-joined")} == {"::1"}
+    assert {event["host"] for event in job.events("worker-started")} == {1, 2}
+
+
+def test_a_slot_that_was_killed_comes_back_on_its_own_machine_of_the_hostfile(
+    installed: Callable[[str], None], start_job: Callable[..., EngineJob], tmp_path: Path
+) -> None:
+    """Two machines by name, which a program in the place of ssh starts here."""
+    installed("mpi")
+    (tmp_path / "hosts").write_text("# machines\none slots=1\n\ntwo slots=1\n")
+    (tmp_path / "agent").write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/machines\nshift\nexec sh -c "$*"\n')
+    (tmp_path / "agent").chmod(0o755)
+    out = tmp_path / "out"
+    out.mkdir()
+    options = ["-n", "2", "--on", f"mpi:{tmp_path}/hosts", "--hosts", "2", "--bind", "127.0.0.1"]
+    env = {**AS_ROOT, "OMPI_MCA_plm_rsh_agent": str(tmp_path / "agent")}
+    job = start_job(*options, str(TRAINING), str(out), "--gate", "5", env=env)
+    job.wait_for_gate(out, 2)
+    kill_host(job.agent(2))
+    (out / "go").touch()
+    assert job.wait() == 0, job.output()
+    assert [event["ranks"] for event in job.events("host-lost")] == [[1]]
+    assert sorted((tmp_path / "machines").read_text().split()) == ["one", "two", "two"]
 
 
 def test_a_script_that_mpirun_starts_is_one_job_of_its_world(

@@ -204,7 +204,7 @@ def test_more_gpus_than_ray_has_are_refused_with_both_numbers(
     options = ["-n", "2", "--on", f"ray:{fixed_ray}", "--resources", "worker:gpus=2"]
     job = start_job(*options, str(TRAINING), "nowhere")
     assert job.wait() == 2, job.output()
-    assert "1 host need 4 GPUs, and this Ray has 2 GPUs" in job.output()
+    assert "1 host needs 4 GPUs, and this Ray has 2 GPUs" in job.output()
 
 
 def test_an_actor_killed_before_its_host_has_joined_ends_the_job_with_its_name(
@@ -230,8 +230,28 @@ def test_what_the_autoscaler_never_gives_ends_with_what_is_asked_for_and_what_th
     options = ["--on", f"ray:{ray_address}", "--resources", "worker:cpus=2", "--join-timeout", "5"]
     job = start_job(*options, str(TRAINING), "nowhere")
     assert job.wait() == 3, job.output()
-    assert "for host 1 (Ray has found no room: 1 hosts ask for 2 CPUs each" in job.output()
+    assert "for host 1 (Ray has found no room: 1 host asks for 2 CPUs, and" in job.output()
     assert "--join-timeout (now 5 s)" in job.output()
+
+
+def test_a_job_that_is_stopped_while_it_starts_ray_leaves_nothing_behind(
+    installed: Callable[[str], None], start_job: Callable[..., EngineJob]
+) -> None:
+    installed("ray")
+    job = start_job("--on", "ray:local", str(TRAINING), "nowhere")
+    head, children = psutil.Process(job.process.pid), list[psutil.Process]()
+
+    def is_starting() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children[:] = head.children(recursive=True)
+            return any("gcs_server" in each.name() for each in children)
+        return False
+
+    job.wait_for(is_starting)
+    job.process.terminate()
+    assert job.wait() == 143, job.output()
+    _, left = psutil.wait_procs(children, 30)
+    assert not left
 
 
 def test_ray_is_started_here_where_none_runs_and_refuses_more_than_it_has(
@@ -246,7 +266,7 @@ def test_ray_is_started_here_where_none_runs_and_refuses_more_than_it_has(
         "-n", "2", "--on", "ray:local", "--resources", "worker:memory=4000", str(TRAINING), "nowhere"
     )
     assert job.wait() == 2, job.output()
-    assert "1 host need 8000.0 GB of memory, and this Ray has" in job.output()
+    assert "1 host needs 8000.0 GB of memory, and this Ray has" in job.output()
 
 
 def test_a_ray_that_does_not_answer_is_named(

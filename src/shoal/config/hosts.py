@@ -225,14 +225,14 @@ def parse_resources(said: str) -> dict[str, Resources]:
         numbers: dict[str, Any] = {}
         for each in given.split(","):
             name, _, value = each.partition("=")
-            if name not in ("cpus", "gpus", "memory") or not re.fullmatch(r"\d+(\.\d+)?", value):
+            form = r"\d+" if name == "gpus" else r"\d+(\.\d+)?"
+            if name not in ("cpus", "gpus", "memory") or not re.fullmatch(form, value):
                 raise ConfigError(
-                    f"--resources {said}: '{each}' is none of cpus=N, gpus=N and memory=GB. Nothing was started."
+                    f"--resources {said}: '{each}' is none of cpus=N, gpus=N (whole) and memory=GB. Nothing was started."
                 )
-            numbers[{"memory": "memory_gb"}.get(name, name)] = (
-                int(float(value)) if name == "gpus" else float(value)
-            )
-        found[f"{role}_resources"] = replace(SERVER_RESOURCES if role == "server" else Resources(), **numbers)
+            numbers[{"memory": "memory_gb"}.get(name, name)] = int(value) if name == "gpus" else float(value)
+        before = found.get(f"{role}_resources", SERVER_RESOURCES if role == "server" else Resources())
+        found[f"{role}_resources"] = replace(before, **numbers)
     return found
 
 

@@ -49,11 +49,9 @@ class Mpi:
                 "--on mpi cannot ask for GPUs: mpirun gives processes, and each sees its machine's. Nothing was started; leave "
                 "gpus out of --resources."
             )
-        where = (
-            ["--hostfile", self._hostfile, "--map-by", "ppr:1:node"]
-            if self._hostfile
-            else ["--oversubscribe"]
-        )
+        where = ["--oversubscribe"]
+        if self._hostfile:
+            where = ["--hostfile", self._hostfile, "--map-by", "ppr:1:node", *self._machine_of(hosts)]
         environment = self._ticket.environment()
         forwarded = [word for name in environment for word in ("-x", name)]
         log = Path(self._ticket.folder) / f"mpirun-{len(self._started)}.log"
@@ -81,6 +79,15 @@ class Mpi:
                 start_new_session=True,
             )
         self._started.append((process, list(hosts), log))
+
+    def _machine_of(self, hosts: Sequence[int]) -> list[str]:
+        """The machine for a host that was lost: its own, which mpirun otherwise does not know, then each time another."""
+        times = sum(hosts[0] in before for _, before, _ in self._started)
+        if times == 0:
+            return []
+        lines = Path(self._hostfile).read_text().splitlines()
+        names = [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        return ["--host", names[(hosts[0] + times - 2) % len(names)]]
 
     def watch(self) -> dict[int, str]:
         ended: dict[int, str] = {}

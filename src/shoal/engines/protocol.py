@@ -107,9 +107,22 @@ def join_function() -> Callable[[list[str], dict[str, str]], tuple[int, str]]:
 
 
 def reach(address: str) -> None:
-    """Raise OSError if nothing listens at `scheme://host:port`: engines themselves try for minutes."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
+    """Raise OSError if nothing listens at `scheme://host:port`, or at any of `scheme://host:port,host:port`: engines themselves try
+    for minutes. ValueError for another form.
+    """
+    problem: OSError | None = None
+    for each in address.rpartition("://")[2].split(","):
+        host, _, port = each.rpartition(":")
+        if not host or not port.isdecimal() or int(port) >= 1 << 16:
+            raise ValueError(f"'{each}' is no HOST:PORT")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
+        except OSError as error:
+            problem = error
+        else:
+            return
+    assert problem is not None
+    raise problem
 
 
 def words_of(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.config.hosts import Resources
-from shoal.engines.protocol import Ticket, join_ended, join_function, line_of
+from shoal.engines.protocol import Ticket, join_ended, join_function, line_of, words_of
 from shoal.engines.ray_session import GB, can_grow, connect, queue, shown
 from shoal.errors import ConfigError
 
@@ -86,6 +86,8 @@ class Ray:
                 continue
             try:
                 ended[host] = f"its actor's {join_ended(ray.get(end))}"
+            except ray.exceptions.RayTaskError as error:  # its first line is Ray's own, with colours
+                ended[host] = f"its actor cannot run `shoal join`: {words_of(error.cause)}"
             except ray.exceptions.RayError as error:
                 ended[host] = f"its actor died: {line_of(error)}"
         return ended
@@ -115,8 +117,10 @@ class Ray:
             for name in self._bundle
         )
         nodes = sum(node["Alive"] for node in ray.nodes())
-        where = "" if self._is_local else ", each on a node of its own"
-        return f"Ray has found no room: {len(self._bundles)} hosts ask for {each} each{where}, and its {nodes} nodes have {there} in all"
+        where = "" if self._is_local or len(self._bundles) == 1 else ", each on a node of its own"
+        hosts = len(self._bundles)
+        asking = f"{hosts} hosts ask for {each} each" if hosts > 1 else f"1 host asks for {each}"
+        return f"Ray has found no room: {asking}{where}, and its {nodes} node{'s have' if nodes > 1 else ' has'} {there} in all"
 
     def _end(self, host: int) -> None:
         import ray
@@ -136,7 +140,7 @@ class Ray:
             asked = ", ".join(f"{shown(name, bundle[name] * num_hosts)}" for name in short)
             there = ", ".join(f"{shown(name, present.get(name, 0))}" for name in short)
             raise ConfigError(
-                f"{num_hosts} host{'s' if num_hosts > 1 else ''} need {asked}, and this Ray has {there}. Nothing was started; use "
+                f"{num_hosts} host{'s need' if num_hosts > 1 else ' needs'} {asked}, and this Ray has {there}. Nothing was started; use "
                 "fewer workers, or ask for less with --resources."
             )
 

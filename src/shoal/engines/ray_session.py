@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -65,6 +66,7 @@ def connect(address: str) -> None:
                 "--temp-dir is found by its address alone), or start one with `ray start --head`."
             )
     own: dict[str, Any] = {}
+    terminate = signal.getsignal(signal.SIGTERM)
     try:
         if asked == "local":
             own = {"include_dashboard": False}
@@ -80,6 +82,13 @@ def connect(address: str) -> None:
             f"Ray cannot be reached at {asked}: {said}. Nothing was started; start it with "
             "`ray start --head`, or leave the address out, and a Ray is started here."
         ) from None
+    except SystemExit:
+        raise SystemExit(
+            128 + signal.SIGTERM
+        ) from None  # Ray takes SIGTERM for itself, and would end with 15
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)
 
 
 def _init(**options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import shutil
@@ -99,12 +100,12 @@ def parse(said: str) -> tuple[str, str]:
 def load(name: str) -> ModuleType:
     """Module of an engine. ConfigError where the engine is not installed."""
     spec = ENGINES[name]
-    if spec.package and importlib.util.find_spec(spec.package) is None:
+    if spec.package and not (found := _version(spec.package)):
         raise ConfigError(
             f"--on {name} needs the Python package {spec.package}, which is not installed here. Nothing was started; install it "
             f"with {install_command(name)}."
         )
-    if spec.oldest and _release(found := metadata.version(spec.package)) < _release(spec.oldest):
+    if spec.package and _release(found) < _release(spec.oldest):
         raise ConfigError(
             f"--on {name} needs {spec.package} {spec.oldest} or newer, and {found} is installed here. Nothing was started; install it "
             f"with {install_command(name)}."
@@ -115,6 +116,18 @@ def load(name: str) -> ModuleType:
             f"({spec.source})."
         )
     return importlib.import_module(f"shoal.engines.{spec.module}")
+
+
+def _version(package: str) -> str:
+    """Version of a package; empty where it is not installed."""
+    if importlib.util.find_spec(package) is None:
+        return ""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # Spark's own Python on PYTHONPATH, or a folder of that name
+        with contextlib.suppress(ImportError):
+            return str(getattr(importlib.import_module(package), "__version__", ""))
+        return ""
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -93,16 +93,17 @@ class Slurm:
 
     def _refused(self, num_jobs: int, resources: Resources, why: str) -> ConfigError:
         nodes = "; ".join(ask("sinfo", "-h", "-o", "%D of %c CPUs and %m MB in %P").splitlines())
+        where = f" in partition {name}" if (name := self._parameters.get("partition")) else ""
         return ConfigError(
             f"{num_jobs} job{'s' if num_jobs > 1 else ''} of {self._ticket.cores} CPUs, {resources.gpus} GPUs and "
-            f"{resources.memory_gb:g} GB were asked of Slurm, which {why}. It has {nodes or 'no nodes'}. Nothing was started; ask "
+            f"{resources.memory_gb:g} GB were asked of Slurm{where}, which {why}. It has {nodes or 'no nodes'}. Nothing was started; ask "
             "for less with --resources, or for more hosts with fewer workers each."
         )
 
     def watch(self) -> dict[int, str]:
         ended = {host: state for host in self._jobs if (state := self._state(host)) in ENDED}
         return {
-            host: f"job {self._jobs[host].job_id} is {state}: {self.logs(host) or 'it said nothing'}"
+            host: f"job {self._jobs[host].job_id} is {state}: {self._printed(host) or 'it said nothing'}"
             for host, state in ended.items()
         }
 
@@ -115,6 +116,11 @@ class Slurm:
             ask("scancel", *left, is_needed=False)
 
     def logs(self, host: int) -> str:
+        """Of a job that waits in the queue, Slurm's reason why."""
+        state = ask("squeue", "-h", "-j", self._jobs[host].job_id, "-o", "job %i is %T: %r", is_needed=False)
+        return self._printed(host) or state.strip()
+
+    def _printed(self, host: int) -> str:
         return tail_of(self._jobs[host].paths.stdout, LOG_LINES)
 
     def _state(self, host: int) -> str:

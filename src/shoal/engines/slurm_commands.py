@@ -43,6 +43,8 @@ def ask(*command: str, is_needed: bool = True) -> str:
         if not is_needed:
             return ""
         said = getattr(error, "stderr", None) or str(error)
+        if isinstance(said, bytes):  # of one that took too long, whatever `text` says
+            said = said.decode(errors="replace")
         raise ConfigError(
             f"Slurm cannot be reached from here ({command[0]}: {line_of(said, -1)}). Nothing was started; run this where sbatch "
             "works, or set SLURM_CONF."

@@ -157,6 +157,26 @@ def test_a_host_that_joins_twice_is_refused(open_head: Callable[..., Head]) -> N
         head.join()
 
 
+def test_slots_that_an_engine_put_on_one_machine_are_hosts_of_their_own(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seats, "SEAT_TIMEOUT_S", 0.1)
+    head = open_head()
+
+    def join(wants: int, **options: Any) -> int:
+        there = {"timeout_s": 10.0, "source": "127.0.0.1", **options}
+        return joining.join(head.address, KEY, wants=wants, **there).number
+
+    assert [join(number, cores=1) for number in (1, 2)] == [1, 2]
+    with pytest.raises(HostNotAdmitted, match="is host 2 of this job already"):
+        join(2, cores=1)
+    head.door.release(1, 0)
+    join(1)  # all of the machine, as by ssh
+    head.door.release(2, 0)
+    with pytest.raises(HostNotAdmitted, match="is host 1 of this job already"):
+        join(2)
+
+
 def test_a_handshake_that_hangs_and_ends_does_not_free_the_number_that_its_machine_has_got_anew(
     open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -613,6 +613,8 @@ def _prove(
     fingerprint = hashlib.sha256(stream.getpeercert(binary_form=True) or b"").digest()
     private, public = new_key()
     nonce = secrets.token_bytes(32)
+    # Services, and slots that an engine gave a number and cores, may share a machine and its address.
+    shared = f" {role} {os.getpid()}" if role else f" slot {wants}" if wants > 0 and cores else ""
     send_message(stream, JoinHost(nonce))
     challenge = _expect(read_message(stream)[0], HostChallenge)
     bound = nonce + challenge.nonce + fingerprint
@@ -623,8 +625,7 @@ def _prove(
         protocol=roles.protocol_version(),
         clock=time.time(),
         num_cores=cores or available_cores(),
-        # Several services may share a machine and its address, so each process counts as a machine.
-        machine=machine_id(f"{own_address} {role} {os.getpid()}" if role else own_address),
+        machine=machine_id(own_address + shared),
         wants=wants,
         role=role,
         **own_versions(),
