@@ -21,7 +21,7 @@ import pytest
 from shoal.cluster.hosts import authority, files, joining, seats
 from shoal.cluster.hosts.agent import HostAgent
 from shoal.cluster.hosts.authority import Authority
-from shoal.cluster.hosts.files import FileService, copy_shipped
+from shoal.cluster.hosts.files import FileService, copy_shipped, measured_link
 from shoal.cluster.hosts.joining import Admission, Door, JobFacts
 from shoal.errors import ClusterError, ConfigError, HostNotAdmitted, WireError
 from shoal.runtime.transport import tls
@@ -430,6 +430,9 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         joining.read_key(str(path))
     path.chmod(0o600)
     assert joining.read_key(str(path)) == KEY
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(ConfigError, match="no regular file"):
+        joining.read_key(str(tmp_path / "fifo"))
 
 
 def test_a_short_key_and_a_missing_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,6 +520,16 @@ def test_nothing_else_of_the_head_can_be_read(open_head: Callable[..., Head], pa
         except (OSError, EOFError, WireError):
             return
     assert getattr(answer, "data", b"") == b""
+
+
+def test_a_link_that_cannot_be_measured_is_unknown_and_keeps_no_host_out(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = open_head()
+    admission, there = head.join(), head.address.replace("shoal", "tls")
+    assert measured_link(there, admission.credentials) > 1e6
+    monkeypatch.setattr(FileService, "serve", lambda self, stream, request: None)  # hangs up
+    assert measured_link(there, admission.credentials) == 0.0
 
 
 def test_a_folder_that_is_more_than_scripts_is_not_shipped(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ from shoal.runtime.transport.messages.hosts import (
     HostRefused,
     JoinHost,
     ListFiles,
+    MeasureLink,
 )
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.tls import Credentials, Identity, TlsStream
@@ -107,7 +108,11 @@ def read_key(path: str | None) -> str | None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(fd, "rb") as file:
             info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+            if not stat.S_ISREG(info.st_mode):
+                raise ConfigError(
+                    f"the join key's file {path} is no regular file. Nothing was started; name a file of mode 0600 that holds the key."
+                )
+            if info.st_uid != os.getuid() or info.st_mode & 0o077:
                 raise ConfigError(
                     f"the join key's file {path} can be read by others (mode {stat.S_IMODE(info.st_mode):04o}, user "
                     f"{info.st_uid}). Nothing was started; make it yours alone: chmod 600 {path}."
@@ -135,7 +140,7 @@ def _checked(said: str, source: str) -> str:
     if len(key) < MIN_KEY_CHARACTERS:
         raise ConfigError(
             f"{source} holds a join key of {len(key)} characters, and one has at least {MIN_KEY_CHARACTERS}. Nothing was "
-            "started; leave it out, and the head makes one."
+            "started; to join, give the key of the head, which makes and prints one where it is given none."
         )
     return key
 
@@ -323,7 +328,7 @@ class Door:
                 self._is_over(handshake)  # hosts at work are never dropped, and keep no others from joining
                 first = read_message(stream)[0]
                 watchdog.cancel()
-                if isinstance(first, ListFiles):
+                if isinstance(first, ListFiles | MeasureLink):
                     identity = _as_host(stream)
                     with self._lock:
                         self._seats.heard(identity.number, identity.incarnation, time.monotonic())
@@ -547,8 +552,7 @@ def join(
                 raise
 
     def tell(error: Exception) -> None:
-        why = getattr(error, "strerror", None) or error
-        say(f"no head answers at {host}:{port} yet ({why}); trying for {timeout_s:g} s")
+        say(f"no head answers at {host}:{port} yet ({_why(error)}); trying for {timeout_s:g} s")
 
     try:
         proven = retried(prove, timeout_s, tell)
@@ -560,9 +564,20 @@ def join(
         ) from None
     except (OSError, EOFError, WireError) as error:
         raise ConfigError(
-            f"no job can be joined at {address}: {error or 'it hung up'}. Nothing was started; the address is what the head "
-            "printed, and must be reachable from here."
+            f"no job can be joined at {address}: {_why(error)}. Nothing was started; the address is what the head printed, and must "
+            "be reachable from here."
         ) from None
+
+
+def _why(error: Exception) -> str:
+    """In words of a user: those of OpenSSL name its source files."""
+    if isinstance(error, EOFError | ssl.SSLEOFError):
+        return "what listens there hung up"
+    if isinstance(error, ssl.SSLError):
+        return "what listens there does not speak TLS 1.3, so it is no head"
+    if isinstance(error, TimeoutError):
+        return "nothing answered there in time"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def retried(
