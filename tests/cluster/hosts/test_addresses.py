@@ -107,9 +107,12 @@ def test_joining_where_no_job_is_any_more_and_at_a_name_that_nobody_knows() -> N
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak TLS 1.3, so it is no head"),
-        (b"", "hung up"),
-        (None, "nothing answered there in time"),
+        (
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            "it does not speak TLS 1.3 as hosts of a job do: WRONG_VERSION_NUMBER",
+        ),
+        (b"", "it hung up"),
+        (None, "it was silent for too long"),
     ],
     ids=["http", "hangs up", "silent"],
 )

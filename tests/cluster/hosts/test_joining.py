@@ -150,11 +150,26 @@ def test_a_service_that_the_job_does_not_have_is_refused(
         open_head(services=services).join(role=role)
 
 
-def test_a_host_that_joins_twice_is_refused(open_head: Callable[..., Head]) -> None:
+def test_a_host_that_joins_twice_is_refused(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = open_head()
-    head.join()
-    with pytest.raises(HostNotAdmitted, match="is host 1 of this job already"):
-        head.join()
+    stream = head.join().credentials.connect(head.address.replace("shoal", "tls"), expect="head", timeout_s=5)
+    with stream:
+        send_message(stream, AgentReady(1, 0, os.getpid()))
+        wait_until(lambda: head.door.seats[1].agent_awaited_since is None)
+        monkeypatch.setattr(seats, "SEAT_TIMEOUT_S", 0.1)
+        with pytest.raises(HostNotAdmitted, match="is host 1 of this job already"):
+            head.join()
+
+
+def test_a_host_that_was_interrupted_before_its_agent_came_joins_again(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seats, "SEAT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(seats, "AGENT_TIMEOUT_S", 0.5)
+    head = open_head()
+    assert [head.join().credentials.incarnation for _ in range(2)] == [0, 1]
 
 
 def test_a_handshake_that_hangs_and_ends_does_not_free_the_number_that_its_machine_has_got_anew(
@@ -168,7 +183,7 @@ def test_a_handshake_that_hangs_and_ends_does_not_free_the_number_that_its_machi
         monkeypatch.setattr(seats, "AGENT_TIMEOUT_S", 0.0)
         again = head.join()
         assert (again.number, again.credentials.incarnation) == (1, 1)
-    assert "closed" in head.door.refusals.get(timeout=5)
+    assert "hung up" in head.door.refusals.get(timeout=5)
     assert head.door.seats.keys() == {1}
 
 

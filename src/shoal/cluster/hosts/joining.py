@@ -43,7 +43,7 @@ import msgspec
 import psutil
 
 import shoal
-from shoal.cluster.hosts import run_copy, seats
+from shoal.cluster.hosts import run_copy
 from shoal.cluster.hosts.authority import Authority, new_key
 from shoal.cluster.hosts.files import FileService
 from shoal.cluster.hosts.seats import HostSeat, JoiningHost, Seats
@@ -339,7 +339,7 @@ class Door:
             else:
                 self._admit(stream, handshake)
         except (OSError, EOFError, WireError) as error:
-            self._refused(peer, str(error))
+            self._refused(peer, _why(error))
         except HostNotAdmitted as error:
             self._refused(peer, error.reason)
             if stream is not None:
@@ -426,7 +426,7 @@ class Door:
         with self._released:
             asked_at = now = time.monotonic()
             while (taken := self._seats.take(joiner, asked_at, now)) is None:
-                self._released.wait(asked_at + seats.SEAT_TIMEOUT_S - now)
+                self._released.wait(self._seats.decides_at(joiner, asked_at) - now)
                 now = time.monotonic()
             return taken
 
@@ -537,7 +537,7 @@ def join(
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the MAC of the key proves the head
     context.sslsocket_class = TlsStream
     source = source or _loopback_source(host, wants)
-    deadline = time.monotonic() + timeout_s
+    deadline, place = time.monotonic() + timeout_s, tls.join_address("", host, port)
 
     def prove() -> _Proven:
         left_s = max(0.1, deadline - time.monotonic())
@@ -552,7 +552,7 @@ def join(
                 raise
 
     def tell(error: Exception) -> None:
-        say(f"no head answers at {host}:{port} yet ({_why(error)}); trying for {timeout_s:g} s")
+        say(f"no head answers at {place} yet ({_why(error)}); trying for {timeout_s:g} s")
 
     try:
         proven = retried(prove, timeout_s, tell)
@@ -572,11 +572,13 @@ def join(
 def _why(error: Exception) -> str:
     """In words of a user: those of OpenSSL name its source files."""
     if isinstance(error, EOFError | ssl.SSLEOFError):
-        return "what listens there hung up"
+        return "it hung up"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not valid here: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
-        return "what listens there does not speak TLS 1.3, so it is no head"
+        return f"it does not speak TLS 1.3 as hosts of a job do: {error.reason or 'no reason is known'}"
     if isinstance(error, TimeoutError):
-        return "nothing answered there in time"
+        return "it was silent for too long"
     return getattr(error, "strerror", None) or str(error)
 
 

@@ -823,4 +823,4 @@ class Supervisor:
         it before rank 0 serves it.
         """
         cluster = self._hosts.cluster
-        return socket.create_server((cluster.config.bind if cluster is not None else "127.0.0.1", 0))
+        return tls.listen(cluster.config.bind if cluster is not None else "127.0.0.1")
