@@ -156,6 +156,11 @@ class InOneProcess:
     def start_all_reduce(self, tensor: Tensor) -> None:
         chain.all_reduce(self._home, tensor)
 
+    def start_reduce_scatter(self, whole: Tensor, begin: int, end: int) -> None:
+        total = whole.clone()
+        chain.all_reduce(self._home, total)
+        whole[begin:end] = total[begin:end]
+
     def finish(self, work: None, operation: str) -> None:
         pass
 

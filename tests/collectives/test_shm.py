@@ -13,6 +13,7 @@ from lockstep import with_ranks
 from torch import Tensor
 
 from shoal.collectives import shm
+from shoal.collectives.schemes import part_bounds
 from shoal.collectives.shm import Shm
 from shoal.errors import PeerLost
 
@@ -200,3 +201,39 @@ def test_even_parts_are_gathered_where_they_lie_between_sums(
             parts = [part(rank, number, length, dtype) for rank in range(num_workers)]
             assert torch.equal(result[2 * number], torch.cat(parts))
             assert torch.equal(result[2 * number + 1], in_rank_order(num_workers, number, length, dtype))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_workers=st.integers(1, 5),
+    lengths=st.lists(st.integers(0, 900), min_size=1, max_size=5),
+    dtype=st.sampled_from(DTYPES),
+    has_one_part=st.booleans(),
+)
+def test_each_rank_gets_its_part_of_a_sum_in_rank_order_and_keeps_the_rest(
+    num_workers: int, lengths: list[int], dtype: torch.dtype, has_one_part: bool
+) -> None:
+    """`has_one_part`: all of the sum is for rank 0, as where hosts have different numbers of ranks."""
+
+    def bounds(rank: int, length: int) -> tuple[int, int]:
+        if has_one_part:
+            return (0, length) if rank == 0 else (0, 0)
+        return part_bounds(length, rank, num_workers)
+
+    def run(group: Any) -> list[Tensor]:
+        reducer = Shm(group, num_cores=1)
+        mine = [part(group.rank, number, length, dtype) for number, length in enumerate(lengths)]
+        works = [reducer.start_reduce_scatter(each, *bounds(group.rank, len(each))) for each in mine]
+        after = part(group.rank, len(lengths), 70, torch.float32)
+        reducer.finish(reducer.start_all_reduce(after), "a sum")
+        for work in works:
+            reducer.finish(work, "a sum")
+        return [*mine, after]
+
+    for rank, result in enumerate(with_ranks(num_workers, run)):
+        for number, length in enumerate(lengths):
+            expected = part(rank, number, length, dtype)
+            begin, end = bounds(rank, length)
+            expected[begin:end] = in_rank_order(num_workers, number, length, dtype)[begin:end]
+            assert torch.equal(result[number], expected)
+        assert torch.equal(result[-1], in_rank_order(num_workers, len(lengths), 70, torch.float32))

@@ -86,3 +86,26 @@ def test_named_hosts_with_the_key_of_a_file_compute_the_same_bits_without_encryp
         assert "no job can be joined at shoal://10.77.0.1:7070" in " ".join(job.output(1).split())
         assert job.processes() == []
     assert differences(out, undisturbed(3, *PS, "--servers", "1"), 3) == []
+
+
+@pytest.mark.parametrize("options", [("--exchange", "native"), (*PS, "--servers", "2")], ids=["ddp", "ps"])
+def test_hosts_join_and_train_over_ipv6_with_the_same_bits(
+    start_cluster: Callable[[int], Cluster],
+    zygote: Zygote,
+    shared_folder: Path,
+    undisturbed: Callable[..., Path],
+    options: tuple[str, ...],
+) -> None:
+    cluster = start_cluster(2)
+    for number, host in enumerate(cluster):
+        host.run(["ip", "-6", "addr", "add", f"fd77::{number + 1}/64", "dev", "eth0", "nodad"])
+    out = shared_folder / "out"
+    out.mkdir()
+    job = HostsJob(cluster, zygote, shared_folder, SCRIPT)
+    with contextlib.closing(job):
+        bound = ("--hosts", "2", "--bind", f"[fd77::1]:{PORT}", *options)
+        job.start(2, str(out), "--loop", options=bound, joining=[], is_named=True)
+        agent = job.run_on(1, "join", f"shoal://[fd77::1]:{PORT}")
+        assert job.wait() == 0, job.story()
+        assert agent.wait() == 0
+    assert differences(out, undisturbed(2, *options), 2) == []

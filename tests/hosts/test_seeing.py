@@ -28,11 +28,17 @@ def test_processes_of_all_hosts_are_seen_from_the_head(
 ) -> None:
     out = shared_folder / "out"
     out.mkdir()
-    job = start_job(SCRIPT, str(out), "--gate", "5", workers=3, hosts=2, own_disks=own_disks)
+    options = ("--compress", "int8")
+    job = start_job(SCRIPT, str(out), "--gate", "5", workers=3, hosts=2, options=options, own_disks=own_disks)
     job.wait_for_gate(out, 3)
     (out / "go").touch()
     assert job.wait() == 0, job.story()
     run = job.run_dir
+
+    of_head, of_other = json.loads((run / "config.json").read_text())["hosts"]
+    assert of_head["link_bytes_per_s"] == 0.0
+    assert of_other["link_bytes_per_s"] > 100e6, "two namespaces without a limit"
+    assert "--compress int8 made steps of ddp slower" in job.output()
 
     told = record.read(run)
     assert list(told.workers) == ["worker-0", "worker-1", "worker-2"]

@@ -209,6 +209,14 @@ class Joining:
             raise Violated(
                 f"{joiner.machine!r} is refused, and of hosts {numbers} only {held} are taken: {why}"
             )
+        if has_seat and not any(
+            self.grants[number].is_connected
+            for number in held
+            if self.grants[number].machine == joiner.machine
+        ):
+            raise Violated(
+                f"{joiner.machine!r} is refused for a seat that no agent of it has taken yet: {why}"
+            )
         self.counts[f"joins: refused, {'joined already' if has_seat else 'all taken'}"] += 1
 
     def waits(self, head: Head, missing: list[int], is_coming: bool) -> None:
@@ -430,7 +438,8 @@ class Head(Process):
         else:
             if handshake.seat is None:
                 self.job.counts["joins: waits for a seat"] += 1
-                self.later(max(asked_at + SEAT_TIMEOUT_S - now, 0.001), self._try, handshake)
+                decides_at = self.seats.decides_at(joiner, asked_at)
+                self.later(max(decides_at - now, 0.001), self._try, handshake)
             else:
                 self.tell("gives", joiner.machine, handshake.seat)
                 self.job.took(joiner, handshake.seat)
@@ -626,7 +635,7 @@ class Machine(Process):
         line = Line(self, head)
         line.send(self, head.asked, self.joiner)
         self.later(HANDSHAKE_S, self._miss_answer, attempt)
-        self.later(SEAT_TIMEOUT_S + 1.0, self._expect_answer, attempt, self.world.now)
+        self.later(AGENT_TIMEOUT_S + 1.0, self._expect_answer, attempt, self.world.now)
 
     def _expect_answer(self, attempt: Attempt, asked_at: float) -> None:
         if attempt is self._attempt and not attempt.has_answer and asked_at > self.job.calm_at:

@@ -202,7 +202,13 @@ class Shm(OverNative):
         mine = whole.view(num, len(whole) // num)[self.rank]
         return self._start(mine, whole.view(torch.uint8).view(num, whole.nbytes // num))
 
-    def _start(self, tensor: Tensor, gathered: Tensor | None = None) -> _ShmWork:
+    def start_reduce_scatter(self, whole: Tensor, begin: int, end: int) -> object:
+        """Start a sum of which this rank gets the elements from `begin` to `end`, and no other rank; the rest keeps its values."""
+        return self._start(whole, part=(begin * whole.element_size(), end * whole.element_size()))
+
+    def _start(
+        self, tensor: Tensor, gathered: Tensor | None = None, part: tuple[int, int] | None = None
+    ) -> _ShmWork:
         is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         flat = (
             tensor if is_plain else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
@@ -210,10 +216,11 @@ class Shm(OverNative):
         num_bytes = flat.nbytes if self.num_workers > 1 else 0  # alone there is nothing to add
         num_chunks = -(-num_bytes // self._chunk_bytes)
         is_large = num_bytes > LARGE_BYTES
-        is_shared = is_large and self.num_workers >= SHARE_FROM and gathered is None
+        is_shared = is_large and self.num_workers >= SHARE_FROM and gathered is None and part is None
         to = gathered.data_ptr() if gathered is not None else 0
         kind = KINDS[tensor.dtype]
-        state = (flat.data_ptr(), num_bytes, kind, is_shared, is_large, self._next, num_chunks, 0, 0, 0, to)
+        place = (flat.data_ptr(), num_bytes, kind, is_shared, is_large, self._next, num_chunks, 0, 0, 0, to)
+        state = (*place, part is not None, *(part or (0, 0)))
         work = _ShmWork(tensor, flat, np.array(state, np.int64), gathered)
         self._next += num_chunks
         self._pending.append(work)

@@ -261,6 +261,13 @@ def _size(ring: Any, work: Any, chunk: int) -> Any:
 
 
 @inlined
+def _wanted(ring: Any, work: Any, chunk: int) -> Any:
+    """The part of a chunk that this rank alone adds up."""
+    size, before = _size(ring, work, chunk), chunk * ring.chunk_bytes
+    return min(max(work.begin - before, 0), size), min(max(work.end - before, 0), size)
+
+
+@inlined
 def _share(ring: Any, rank: int, num_bytes: int) -> Any:
     """The beginning of a rank's share: whole lines, but for the end of the last."""
     return num_bytes if rank == ring.num_ranks else num_bytes // LINE * rank // ring.num_ranks * LINE
@@ -279,6 +286,11 @@ def _put(ring: Any, work: Any) -> bool:
     )
     if work.is_streamed:
         _stream(slot, own, size)
+    elif work.is_scattered and ring.rank < 2:
+        # What nobody else adds up is read from its source, by the first two ranks (`_sum`).
+        begin, end = _wanted(ring, work, chunk)
+        _copy(slot, own, begin)
+        _copy(slot + end, own + end, size - end)
     else:
         _copy(slot, own, size)
     work.put = chunk + 1
@@ -297,8 +309,13 @@ def _sum(ring: Any, work: Any) -> bool:
         for step in range(ring.num_ranks):  # not all from the same one at once
             other = (rank + step) % ring.num_ranks
             to = work.gathered + other * work.num_bytes + chunk * ring.chunk_bytes
-            _copy(to, own if other == rank else _slot(ring, other, number), end)
+            if other != rank:
+                _copy(to, _slot(ring, other, number), end)
+            elif to != own:
+                _copy(to, own, end)
         end = 0
+    if work.is_scattered:
+        begin, end = _wanted(ring, work, chunk)
     if work.is_shared:
         begin, end = _share(ring, rank, end), _share(ring, rank + 1, end)
     for at in range(begin, end, _BLOCK):

@@ -30,13 +30,17 @@ WORK_FIELDS = (
     "summed",
     "taken",
     "gathered",
+    "is_scattered",
+    "begin",
+    "end",
 )
 WORK = np.dtype([(name, np.int64) for name in WORK_FIELDS])
 """A tensor being summed: so many of its chunks are put, summed and taken; `first` is the number of its first chunk.
 
 Where it `is_shared`, each rank adds up its share of a chunk and takes the others' from them; else each adds up all.
 Where it `is_streamed`, what is put goes past the caches. Where `gathered` is an address, nothing is added: every rank's
-bytes are copied there, one rank after the other.
+bytes are copied there, one rank after the other. Where it `is_scattered`, this rank adds up the bytes from `begin` to
+`end`, and no other rank does.
 """
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64, BOOL = range(9)

@@ -111,6 +111,9 @@ class TorchLoops:
             for other in range(self._num_ranks):
                 work.gathered[other, at : at + end].copy_(self._slot(other, number)[:end])
             end = 0
+        if state[_AT["is_scattered"]]:
+            before = chunk * self._chunk_bytes
+            begin, end = (min(max(int(state[_AT[name]]) - before, 0), end) for name in ("begin", "end"))
         if is_shared:
             begin, end = self._share(rank, end), self._share(rank + 1, end)
         if begin < end:

@@ -249,6 +249,12 @@ class CompressorChoice(Choice):
     sum_bytes: Callable[[GradientSize, Mapping[str, float]], float] = field(kw_only=True)
     """Bytes that a sum of gradients moves, by its settings, in those of an all-reduce without compression."""
 
+    slower_from: float = field(kw_only=True, default=math.inf)
+    """Bytes per second of a link from which on steps of ddp over several hosts were slower than without it. Infinite: not measured.
+
+    benchmarks/results/README.md, "Several hosts": slower on that link and faster on the next slower one.
+    """
+
     codec: PushCodec | None = field(kw_only=True, default=None)
     """Codec of pushes to servers. None: the compressor is for all-reduce alone."""
 
@@ -287,6 +293,7 @@ COMPRESSORS = Registry(
         "half the bytes",
         f"{_COMPRESSION}.casts:bf16",
         sum_bytes=lambda gradients, settings: gradients.num_bytes / 2,
+        slower_from=500e6,
         codec=PushCodec(implementation=f"{_CODECS}:bf16", pull="bf16", share=lambda settings: 0.5),
     ),
     CompressorChoice(
@@ -301,6 +308,7 @@ COMPRESSORS = Registry(
         "a quarter of the bytes",
         f"{_COMPRESSION}.int8:Int8Compressor",
         sum_bytes=lambda gradients, settings: gradients.num_bytes / 4,
+        slower_from=100e6,
         codec=PushCodec(implementation=f"{_CODECS}:Int8", pull="bf16", share=lambda settings: 0.25),
     ),
     CompressorChoice(

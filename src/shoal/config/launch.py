@@ -393,6 +393,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[int]
     servers: list[int]
     shares_run_dir: bool
+    link_bytes_per_s: float = 0.0  # from the head over one connection, when it joined; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from shoal.cluster.hosts import joining, opening
 from shoal.config.hosts import HostsConfig
 from shoal.errors import ConfigError
 from shoal.runtime.transport import tls
+from waiting import wait_until
 
 OWN = "10.77.0.1"
 NAMES = {"this": {OWN}, OWN: {OWN}, "that": {"127.0.1.1"}, "node": {"10.77.0.2"}}
@@ -99,3 +102,52 @@ def test_joining_where_no_job_is_any_more_and_at_a_name_that_nobody_knows() -> N
     with pytest.raises(ConfigError, match="no job can be joined"):
         joining.join(f"shoal://127.0.0.1:{port}", key, timeout_s=1.0, say=said.append)
     assert said == [f"no head answers at 127.0.0.1:{port} yet (Connection refused); trying for 1 s"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            "it does not speak TLS 1.3 as hosts of a job do: WRONG_VERSION_NUMBER",
+        ),
+        (b"", "it hung up"),
+        (None, "it was silent for too long"),
+    ],
+    ids=["http", "hangs up", "silent"],
+)
+def test_what_listens_where_no_head_does_is_told_in_words(
+    answer: bytes | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "HANDSHAKE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as kept:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    sock = kept.enter_context(server.accept()[0])
+                    if answer is not None:
+                        sock.recv(1 << 16)
+                        sock.sendall(answer)
+                        sock.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ConfigError) as refused:
+            joining.join(
+                f"shoal://127.0.0.1:{server.getsockname()[1]}", joining.new_join_key(), timeout_s=0.5
+            )
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert said in str(refused.value)
+    assert "_ssl" not in str(refused.value)
+
+
+def test_an_ssh_that_prints_more_than_a_pipe_holds_is_not_stopped_by_it() -> None:
+    said = "import sys; sys.stderr.write('debug\\n' * 50_000 + 'no such machine\\n'); sys.exit(255)"
+    starter = opening.SshStart(1, "node2", f'{sys.executable} -c "{said}"', "shoal://10.0.0.1:7070", "key")
+    try:
+        wait_until(lambda: starter.problem() is not None)
+        assert starter.problem() == "node2: exit code 255; debug debug no such machine"
+    finally:
+        starter.close()

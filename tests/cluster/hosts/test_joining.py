@@ -21,7 +21,7 @@ import pytest
 from shoal.cluster.hosts import authority, files, joining, seats
 from shoal.cluster.hosts.agent import HostAgent
 from shoal.cluster.hosts.authority import Authority
-from shoal.cluster.hosts.files import FileService, copy_shipped
+from shoal.cluster.hosts.files import FileService, copy_shipped, measured_link
 from shoal.cluster.hosts.joining import Admission, Door, JobFacts
 from shoal.errors import ClusterError, ConfigError, HostNotAdmitted, WireError
 from shoal.runtime.transport import tls
@@ -150,11 +150,26 @@ def test_a_service_that_the_job_does_not_have_is_refused(
         open_head(services=services).join(role=role)
 
 
-def test_a_host_that_joins_twice_is_refused(open_head: Callable[..., Head]) -> None:
+def test_a_host_that_joins_twice_is_refused(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = open_head()
-    head.join()
-    with pytest.raises(HostNotAdmitted, match="is host 1 of this job already"):
-        head.join()
+    stream = head.join().credentials.connect(head.address.replace("shoal", "tls"), expect="head", timeout_s=5)
+    with stream:
+        send_message(stream, AgentReady(1, 0, os.getpid()))
+        wait_until(lambda: head.door.seats[1].agent_awaited_since is None)
+        monkeypatch.setattr(seats, "SEAT_TIMEOUT_S", 0.1)
+        with pytest.raises(HostNotAdmitted, match="is host 1 of this job already"):
+            head.join()
+
+
+def test_a_host_that_was_interrupted_before_its_agent_came_joins_again(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seats, "SEAT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(seats, "AGENT_TIMEOUT_S", 0.5)
+    head = open_head()
+    assert [head.join().credentials.incarnation for _ in range(2)] == [0, 1]
 
 
 def test_slots_that_an_engine_put_on_one_machine_are_hosts_of_their_own(
@@ -188,7 +203,7 @@ def test_a_handshake_that_hangs_and_ends_does_not_free_the_number_that_its_machi
         monkeypatch.setattr(seats, "AGENT_TIMEOUT_S", 0.0)
         again = head.join()
         assert (again.number, again.credentials.incarnation) == (1, 1)
-    assert "closed" in head.door.refusals.get(timeout=5)
+    assert "hung up" in head.door.refusals.get(timeout=5)
     assert head.door.seats.keys() == {1}
 
 
@@ -450,6 +465,9 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         joining.read_key(str(path))
     path.chmod(0o600)
     assert joining.read_key(str(path)) == KEY
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(ConfigError, match="no regular file"):
+        joining.read_key(str(tmp_path / "fifo"))
 
 
 def test_a_short_key_and_a_missing_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,6 +555,16 @@ def test_nothing_else_of_the_head_can_be_read(open_head: Callable[..., Head], pa
         except (OSError, EOFError, WireError):
             return
     assert getattr(answer, "data", b"") == b""
+
+
+def test_a_link_that_cannot_be_measured_is_unknown_and_keeps_no_host_out(
+    open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = open_head()
+    admission, there = head.join(), head.address.replace("shoal", "tls")
+    assert measured_link(there, admission.credentials) > 1e6
+    monkeypatch.setattr(FileService, "serve", lambda self, stream, request: None)  # hangs up
+    assert measured_link(there, admission.credentials) == 0.0
 
 
 def test_a_folder_that_is_more_than_scripts_is_not_shipped(tmp_path: Path) -> None:

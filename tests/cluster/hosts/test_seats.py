@@ -72,6 +72,12 @@ def test_a_joiner_waits_for_a_loss_to_be_noticed_and_is_told_then_who_has_the_se
             take(seats, name, SEAT_TIMEOUT_S, asked_at=0.0)
 
 
+def test_a_machine_that_was_started_again_before_its_agent_came_waits_for_its_own_seat(seats: Seats) -> None:
+    take(seats, "a")
+    assert take(seats, "a", 1.0 + SEAT_TIMEOUT_S, asked_at=1.0) is None
+    assert take(seats, "a", AGENT_TIMEOUT_S, asked_at=1.0) == (1, 1)
+
+
 def test_a_host_that_copies_files_keeps_its_seat_and_a_silent_one_does_not(seats: Seats) -> None:
     for name in ("a", "b"):
         take(seats, name)

@@ -14,7 +14,7 @@ from shoal.cluster.supervisor.job_lifecycle import (
     WorkerStarted,
     WorkerUnplaced,
 )
-from shoal.cluster.supervisor.outcome import JobOutcome, error_of, summary_of
+from shoal.cluster.supervisor.outcome import JobOutcome, error_of, slow_compression, summary_of
 from shoal.errors import ClusterError, Interrupted, ShapeDecides, WorkerDied
 from shoal.runtime.transport.messages.supervisor import Failed, Finished, Progress, Saved
 
@@ -46,6 +46,16 @@ def test_a_death_is_told_with_what_is_known_of_the_worker() -> None:
         ["out of memory"],
     )
     assert "go on with `shoal resume runs/x`" in str(error)
+
+
+def test_compression_over_a_link_where_it_was_slower_is_told_with_the_speed_of_the_link() -> None:
+    assert "passed 117 MB/s" in slow_compression("int8", 117e6)
+    assert slow_compression("bf16", 117e6) == ""
+    assert "--compress bf16" in slow_compression("bf16", 9e8)
+    # Not measured: the link, topk.
+    assert [slow_compression(*each) for each in (("int8", 0.0), ("topk:ratio=0.01", 9e9), ("none", 9e9))] == [
+        ""
+    ] * 3
 
 
 def test_an_abort_of_gloos_is_told_with_what_is_likely_behind_it() -> None:

@@ -109,14 +109,16 @@ class HostAgent:
         folder: Path | None,
         copy: RunCopy | None = None,
         role: str = "",
+        link: float = 0.0,
         health: Health | None = None,
     ) -> None:
         """`folder`: copy of the script's folder; None: same path as on the head.
 
         `copy`: copy of the run directory; None: it is the head's own. `role`: the only role that
-        may run here, for a service. `health` is called in every turn.
+        may run here, for a service. `link`: bytes per second from the head; 0: not known. `health`
+        is called in every turn.
         """
-        self._role, self._health = role, health or Health(role or "host")
+        self._role, self._link, self._health = role, link, health or Health(role or "host")
         self._admission, self._head, self._warm = admission, head, warm
         self._copy, self._has_news, self._is_over = copy, threading.Event(), False
         self._run_dir, self._folder = run_dir, folder
@@ -196,7 +198,7 @@ class HostAgent:
         self._has_listened = True
         self._health.waits_for = ""
         ports = {server: seat.tcp.getsockname()[1] for server, seat in self._servers.items()}
-        self._say(AgentListens(self._admission.advertised, ports))
+        self._say(AgentListens(self._admission.advertised, ports, self._link))
 
     def _turn(self, inbox: SignalInbox) -> None:
         now = time.monotonic()

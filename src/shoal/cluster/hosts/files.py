@@ -21,13 +21,25 @@ from shoal.cluster.coordinator import journal, journal_reader
 from shoal.errors import ClusterError, ConfigError, WireError
 from shoal.runtime import own_files
 from shoal.runtime.transport.framing import read_message, send_message
-from shoal.runtime.transport.messages.hosts import FileData, FileEntry, FileList, ListFiles, ReadFile
+from shoal.runtime.transport.messages.hosts import (
+    FileData,
+    FileEntry,
+    FileList,
+    ListFiles,
+    MeasureLink,
+    ReadFile,
+)
 from shoal.runtime.transport.tls import Credentials, TlsStream
 
 MAX_SHIPPED_FILES = 2000
 MAX_SHIPPED_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
 IDLE_S = 60.0
+
+FIRST_TIMED_BYTES, MEASURE_LINK_S, LINK_TIMEOUT_S = 64 << 10, 0.2, 3.0
+"""Of a link: the first message, the time after which none is requested, and the longest for one. A bucket of tokens at the
+link, as clouds and `tbf` have, lets the first ones through at once, so the sizes double.
+"""
 
 SHIP_TRIES, SHIP_RETRY_S = 5, 1.0
 """Connections for copying the script's folder, and the pause between two: a host joins once, a connection breaks now and then."""
@@ -56,7 +68,7 @@ class FileService:
         self._shipped = list(shippable(shipped)) if shipped is not None else []
         self._shipped_from = shipped
 
-    def serve(self, stream: TlsStream, request: ListFiles) -> None:
+    def serve(self, stream: TlsStream, request: ListFiles | MeasureLink) -> None:
         """Answer one host until it hangs up."""
         stream.settimeout(IDLE_S)
         message: object = request
@@ -72,6 +84,8 @@ class FileService:
                         send_message(stream, FileData(held[path][offset : offset + CHUNK_BYTES]))
                     case ReadFile(is_shipped, path, offset):
                         send_message(stream, FileData(self._read(is_shipped, path, offset)))
+                    case MeasureLink(num_bytes):
+                        send_message(stream, FileData(bytes(num_bytes)))
                     case _:
                         raise WireError(f"{type(message).__name__} instead of a request for a file")
                 message = read_message(stream)[0]
@@ -157,6 +171,15 @@ class HeadFiles:
             self._pause(time.monotonic() - began)
         return answer.data
 
+    def timed(self, num_bytes: int) -> float:
+        """Bytes per second of one message."""
+        began = time.monotonic()
+        send_message(self._stream, MeasureLink(num_bytes))
+        answer = read_message(self._stream)[0]
+        if not isinstance(answer, FileData) or len(answer.data) != num_bytes:
+            raise ClusterError(f"the head sent {type(answer).__name__} instead of {num_bytes:,} bytes.")
+        return num_bytes / max(time.monotonic() - began, 1e-6)
+
     def fetch(self, entry: FileEntry, target: Path) -> str | None:
         """Write a file as it was listed, and sync it; returns its SHA-256, or None if it is gone or has shrunk."""
         digest, num_bytes = hashlib.sha256(), 0
@@ -173,6 +196,25 @@ class HeadFiles:
         if entry.mtime_ns:
             os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
         return digest.hexdigest()
+
+
+def measured_link(head: str, credentials: Credentials) -> float:
+    """Bytes per second from the head over one connection, by the fastest of the largest messages; 0 where it cannot be measured.
+
+    Over TLS the cipher is part of it, so of a fast link it is less than the link passes.
+    """
+    fastest: dict[int, float] = {}  # by size
+    with (
+        contextlib.suppress(OSError, EOFError, WireError, ClusterError),
+        credentials.connect(head, expect="head", timeout_s=LINK_TIMEOUT_S) as stream,
+    ):
+        assert isinstance(stream, TlsStream)
+        files = HeadFiles(stream, is_shipped=False)
+        num_bytes, deadline = FIRST_TIMED_BYTES, time.monotonic() + MEASURE_LINK_S
+        while time.monotonic() < deadline:
+            fastest[num_bytes] = max(files.timed(num_bytes), fastest.get(num_bytes, 0.0))
+            num_bytes = min(2 * num_bytes, CHUNK_BYTES)
+    return fastest[max(fastest)] if fastest else 0.0
 
 
 def copy_shipped(head: str, credentials: Credentials, into: Path) -> None:

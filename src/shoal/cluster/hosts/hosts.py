@@ -101,6 +101,7 @@ class HostJoined:
     hostname: str
     num_cores: int
     sees_run_dir: bool
+    link: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +315,7 @@ class Hosts:
                         seat.hostname,
                         seat.num_cores,
                         seat.sees_run_dir,
+                        host.link,
                     )
                 )
             elif host.leaves and number not in self._leaving:
@@ -574,6 +576,11 @@ class Hosts:
             seat.sees_run_dir for seat in list(self.cluster.door.seats.values())
         )
 
+    @property
+    def slowest_link(self) -> float:
+        """Bytes per second from the head to the host with the slowest link; 0 where none was measured."""
+        return min((host.link for host in self._remote.values() if host.link), default=0.0)
+
     def facts(self, num_servers: int) -> list[HostFacts]:
         """The hosts with their workers and servers, for config.json."""
         assert self.cluster is not None
@@ -592,6 +599,7 @@ class Hosts:
                     workers=[rank for rank, host in enumerate(ranks) if host == number],
                     servers=[each for each in range(num_servers) if config.host_of_server(each) == number],
                     shares_run_dir=number == HEAD or (seat is not None and seat.sees_run_dir),
+                    link_bytes_per_s=round(self._remote[number].link) if number != HEAD else 0.0,
                 )
             )
         return found

@@ -43,7 +43,7 @@ import msgspec
 import psutil
 
 import shoal
-from shoal.cluster.hosts import run_copy, seats
+from shoal.cluster.hosts import run_copy
 from shoal.cluster.hosts.authority import Authority, new_key
 from shoal.cluster.hosts.files import FileService
 from shoal.cluster.hosts.seats import HostSeat, JoiningHost, Seats
@@ -62,6 +62,7 @@ from shoal.runtime.transport.messages.hosts import (
     HostRefused,
     JoinHost,
     ListFiles,
+    MeasureLink,
 )
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.tls import Credentials, Identity, TlsStream
@@ -107,7 +108,11 @@ def read_key(path: str | None) -> str | None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(fd, "rb") as file:
             info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+            if not stat.S_ISREG(info.st_mode):
+                raise ConfigError(
+                    f"the join key's file {path} is no regular file. Nothing was started; name a file of mode 0600 that holds the key."
+                )
+            if info.st_uid != os.getuid() or info.st_mode & 0o077:
                 raise ConfigError(
                     f"the join key's file {path} can be read by others (mode {stat.S_IMODE(info.st_mode):04o}, user "
                     f"{info.st_uid}). Nothing was started; make it yours alone: chmod 600 {path}."
@@ -135,7 +140,7 @@ def _checked(said: str, source: str) -> str:
     if len(key) < MIN_KEY_CHARACTERS:
         raise ConfigError(
             f"{source} holds a join key of {len(key)} characters, and one has at least {MIN_KEY_CHARACTERS}. Nothing was "
-            "started; leave it out, and the head makes one."
+            "started; to join, give the key of the head, which makes and prints one where it is given none."
         )
     return key
 
@@ -323,7 +328,7 @@ class Door:
                 self._is_over(handshake)  # hosts at work are never dropped, and keep no others from joining
                 first = read_message(stream)[0]
                 watchdog.cancel()
-                if isinstance(first, ListFiles):
+                if isinstance(first, ListFiles | MeasureLink):
                     identity = _as_host(stream)
                     with self._lock:
                         self._seats.heard(identity.number, identity.incarnation, time.monotonic())
@@ -334,7 +339,7 @@ class Door:
             else:
                 self._admit(stream, handshake)
         except (OSError, EOFError, WireError) as error:
-            self._refused(peer, str(error))
+            self._refused(peer, _why(error))
         except HostNotAdmitted as error:
             self._refused(peer, error.reason)
             if stream is not None:
@@ -421,7 +426,7 @@ class Door:
         with self._released:
             asked_at = now = time.monotonic()
             while (taken := self._seats.take(joiner, asked_at, now)) is None:
-                self._released.wait(asked_at + seats.SEAT_TIMEOUT_S - now)
+                self._released.wait(self._seats.decides_at(joiner, asked_at) - now)
                 now = time.monotonic()
             return taken
 
@@ -532,7 +537,7 @@ def join(
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the MAC of the key proves the head
     context.sslsocket_class = TlsStream
     source = source or _loopback_source(host, wants)
-    deadline = time.monotonic() + timeout_s
+    deadline, place = time.monotonic() + timeout_s, tls.join_address("", host, port)
 
     def prove() -> _Proven:
         left_s = max(0.1, deadline - time.monotonic())
@@ -547,8 +552,7 @@ def join(
                 raise
 
     def tell(error: Exception) -> None:
-        why = getattr(error, "strerror", None) or error
-        say(f"no head answers at {host}:{port} yet ({why}); trying for {timeout_s:g} s")
+        say(f"no head answers at {place} yet ({_why(error)}); trying for {timeout_s:g} s")
 
     try:
         proven = retried(prove, timeout_s, tell)
@@ -560,9 +564,22 @@ def join(
         ) from None
     except (OSError, EOFError, WireError) as error:
         raise ConfigError(
-            f"no job can be joined at {address}: {error or 'it hung up'}. Nothing was started; the address is what the head "
-            "printed, and must be reachable from here."
+            f"no job can be joined at {address}: {_why(error)}. Nothing was started; the address is what the head printed, and must "
+            "be reachable from here."
         ) from None
+
+
+def _why(error: Exception) -> str:
+    """In words of a user: those of OpenSSL name its source files."""
+    if isinstance(error, EOFError | ssl.SSLEOFError):
+        return "it hung up"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not valid here: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"it does not speak TLS 1.3 as hosts of a job do: {error.reason or 'no reason is known'}"
+    if isinstance(error, TimeoutError):
+        return "it was silent for too long"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def retried(

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from shoal.cluster.coordinator import journal_reader
 from shoal.cluster.hosts import agent, headship, joining
 from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.hosts.engine_hosts import refuse_too_much
-from shoal.cluster.hosts.files import CONFIG, FileService, copy_shipped, shippable
+from shoal.cluster.hosts.files import CONFIG, FileService, copy_shipped, measured_link, shippable
 from shoal.cluster.hosts.headship import Headship, Successor
 from shoal.cluster.hosts.hosts import HEAD, Cluster
 from shoal.cluster.hosts.joining import Admission
@@ -49,6 +50,9 @@ JOIN_TRY_S = 2.0
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a job that was asked to leave, for example when its coordinator is evicted: it may continue later."""
 
+LAST_WORDS_BYTES = 4096
+"""Of what ssh and the agent behind it printed, quoted if the host does not join."""
+
 LOCK_S = 45.0
 """Time that a former head may still hold the run directory on a shared file system. Other hosts seek a head for 60 s."""
 
@@ -61,11 +65,13 @@ class SshStart:
         join = [sys.executable, "-m", "shoal", "join", where, "--as-host", str(number)]
         there = f"read -r {joining.KEY_VARIABLE}; export {joining.KEY_VARIABLE}; cd {shlex.quote(os.getcwd())} 2>/dev/null; "
         there += f"exec {shlex.join(join)}"
+        # No pipe: nobody reads it while the job runs, and a full one would stop the host's agent.
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         self._process = subprocess.Popen(
             [*shlex.split(ssh), name, there],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stderr=self._complaints,
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -77,8 +83,8 @@ class SshStart:
         """Reason why it ended before its host joined."""
         if self._process.poll() is None:
             return None
-        assert self._process.stderr is not None
-        said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        self._complaints.seek(max(self._complaints.seek(0, os.SEEK_END) - LAST_WORDS_BYTES, 0))
+        said = self._complaints.read().decode(errors="replace").strip().splitlines()
         return (
             f"{self.name}: exit code {self._process.returncode}; {' '.join(said[-3:]) or 'it said nothing'}"
         )
@@ -89,8 +95,7 @@ class SshStart:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
+        self._complaints.close()
 
 
 class Listening(NamedTuple):
@@ -354,11 +359,20 @@ def _serve(
             with _disk_problems(admission, here):
                 copy_shipped(head, admission.credentials, folder)
             script = str(folder / Path(script).name)
+        link = measured_link(head, admission.credentials)  # before imports take the cores
         inbox = stack.enter_context(SignalInbox(signal.SIGUSR1, signal.SIGUSR2))
         preload = preload_for(script, with_servers=role == SERVER)
         warm = stack.enter_context(WarmParent(facts.job, preload=preload))
         host = agent.HostAgent(
-            admission, head, warm, run_dir=here, folder=folder, copy=copy, role=role, health=health
+            admission,
+            head,
+            warm,
+            run_dir=here,
+            folder=folder,
+            copy=copy,
+            role=role,
+            link=link,
+            health=health,
         )
         try:
             code = host.run(inbox)

@@ -89,6 +89,7 @@ class RemoteHost:
     ) -> None:
         self.number, self.incarnation, self.address = number, incarnation, address
         self.ports: dict[int, int] | None = None  # of its servers, once it listens
+        self.link = 0.0  # bytes per second from the head, as its agent measured them; 0: not known
         self.lost = ""  # reason, once it is lost
         self.leaves = 0  # the signal by which its agent was asked to leave
         self._ending = ""  # reason why it was told to end
@@ -235,8 +236,9 @@ class RemoteHost:
                 return
             case AgentLeaves(signum):
                 self.leaves = signum
-            case AgentListens(address, ports):
+            case AgentListens(address, ports, link):
                 self._listens(address, ports)
+                self.link = link
             case ChildForked(serial, pid):
                 if (child := self._children.get(serial)) is not None:
                     _tell_pid(child, pid)

@@ -25,6 +25,7 @@ from shoal.cluster.supervisor.job_lifecycle import (
     StuckAtExit,
     WorkerDeath,
 )
+from shoal.config.choices import COMPRESSORS
 from shoal.errors import ClusterError, Interrupted, ShoalError, StageCannotRun, WaitTimedOut, WorkerDied
 from shoal.runtime.signal_names import signal_name
 from shoal.runtime.transport.messages.server_coordinator import ServerView
@@ -306,6 +307,18 @@ def resized(before: int, now: int, checkpoint: Saved | None) -> str:
     where = f"from step {checkpoint.step:,} on" if checkpoint is not None else "from the start"
     bits = "still" if now == before else "no longer"
     return f"{now} worker{'s' if now > 1 else ''} {where}: the bits are {bits} those of the undisturbed run"
+
+
+def slow_compression(compress: str, link: float) -> str:
+    """Note for a compressor that made steps slower over links of so many bytes per second; empty where it did not."""
+    compressor = COMPRESSORS.parse(compress)[0]
+    if link < compressor.slower_from:
+        return ""
+    return (
+        f"the slowest link from the head passed {link / 1e6:,.0f} MB/s when its host joined. Over links of "
+        f"{compressor.slower_from / 1e6:,.0f} MB/s and more --compress {compressor.name} made steps of ddp slower: compare with a run "
+        "without it"
+    )
 
 
 def replacing_server(died: ServerDeath, max_restarts: int) -> str:

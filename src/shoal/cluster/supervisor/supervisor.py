@@ -194,6 +194,7 @@ class Supervisor:
                     self._turn(min(self._hosts.join_deadline_s(), 1.0))
                 if not self._has_ended:
                     self._note_cluster()
+                    self._note_link()
                     self._run.event("coordinator-started", pid=self._coordinator.start())
                     self._started_at = time.monotonic()
                     self._servers.start_all()
@@ -385,7 +386,7 @@ class Supervisor:
         match news:
             case HostLeaves(number, signum):
                 self._let_leave(number, signum)
-            case HostJoined(number, incarnation, address, hostname, num_cores, _):
+            case HostJoined(number, incarnation, address, hostname, num_cores, _, link):
                 self._run.event(
                     "host-joined",
                     host=number,
@@ -393,6 +394,7 @@ class Supervisor:
                     address=address,
                     hostname=hostname,
                     cores=num_cores,
+                    link_bytes_per_s=round(link),
                 )
                 missing = len(self._hosts.missing)
                 waiting = f"; {missing} more to come" if missing else ""
@@ -446,6 +448,13 @@ class Supervisor:
         """Write the hosts into config.json, now that all are known."""
         if self._hosts.cluster is not None:
             self._run.write_hosts(self._hosts.facts(self._spec.job.num_servers), self._hosts.cluster.config)
+
+    def _note_link(self) -> None:
+        """Say if steps were slower with this compression between hosts with such links."""
+        job = self._spec.job
+        told = outcomes.slow_compression(job.compress, self._hosts.slowest_link)
+        if told and not job.num_servers:
+            self._display.note(told)
 
     # ---- other workers and hosts ----------------------------------------------------------------
 

@@ -79,8 +79,9 @@ class InPieces:
     """The same sums of a large tensor, piece by piece.
 
     A piece is a slice of each host's part of the whole tensor, so every element
-    goes around the ring from where it would in one piece. All ranks of a host
-    start the same sums in memory in the same order.
+    goes around the ring from where it would in one piece. Within a host each rank
+    adds up its lane alone. All ranks of a host start the same sums in memory in
+    the same order.
     """
 
     def __init__(self, shm: Shm, lane: P2P | None, *, num_hosts: int, num_lanes: int) -> None:
@@ -90,7 +91,7 @@ class InPieces:
     def all_reduce(self, flat: Tensor) -> None:
         under_way: deque[tuple[list[Tensor], Iterator[None]]] = deque()
         for slices in self._pieces(flat):
-            works = [self._shm.start_all_reduce(each) for each in slices]
+            works = [self._shm.start_reduce_scatter(each, *self._bounds(each)) for each in slices]
             for work in works:
                 self._shm.finish(work, "the sum within a host")
             under_way.append((slices, self._around_the_ring(slices)))

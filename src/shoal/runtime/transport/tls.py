@@ -249,7 +249,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=128)
     except (OSError, OverflowError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        # Python appends the address once more, as a tuple.
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while attempting")[0]
         raise ConfigError(
             f"cannot listen at {host} port {port}: {reason}. Nothing was started; --bind takes an address of this "
             "machine and a free port (0: any)."

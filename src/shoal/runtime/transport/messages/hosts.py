@@ -14,6 +14,7 @@ from shoal.runtime.transport.messages.message import Count, ExitCode, Incarnatio
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Serial = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+BytesPerSecond = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 # ---- joining ------------------------------------------------------------------------------------
 
@@ -115,6 +116,7 @@ class AgentListens(Message, frozen=True, tag="agent-listens"):
 
     address: Text  # of this host, as the others reach it
     ports: dict[Rank, Count]
+    link: BytesPerSecond = 0.0  # from the head, as measured; 0: not known
 
 
 class ForkChild(Message, frozen=True, tag="fork-child"):
@@ -239,6 +241,12 @@ class ReadFile(Message, frozen=True, tag="read-file"):
     is_shipped: bool
     path: Text
     offset: Count
+
+
+class MeasureLink(Message, frozen=True, tag="measure-link"):
+    """Host to head, on such a connection: "send me so many bytes", to be timed. Answered by FileData."""
+
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 class FileData(Message, frozen=True, tag="file-data"):
