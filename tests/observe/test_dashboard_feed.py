@@ -175,14 +175,14 @@ def test_a_negative_loss_that_falls_is_learning(tmp_path: Path, last: float, sai
         for step in range(40):
             loss = -0.5 if step < 4 else -1.0 if step < 36 else last
             file.write(json.dumps({"step": step, "loss": loss, "samples": 8, "time": 1.0 * step}) + "\n")
-    assert said in views.answers(polled(tmp_path))[0]["answer"]
+    assert said in views.overview(polled(tmp_path))["answers"][0]["answer"]
 
 
 def test_time_in_no_span_is_named(tmp_path: Path) -> None:
     (tmp_path / "activity").mkdir()
     told = [{"at": 100.0 + k, "interval_s": 1.0, "steps": 3, "seconds": {"compute": 0.3}} for k in range(9)]
     lines(tmp_path / "activity" / "worker-0.jsonl", told)
-    assert views.answers(polled(tmp_path))[2]["answer"].startswith("code outside of the step")
+    assert views.overview(polled(tmp_path))["answers"][2]["answer"].startswith("code outside of the step")
 
 
 STEP = {"compute": 0.5, "apply": 0.369, "exchange": 0.119}
@@ -228,7 +228,7 @@ def told_by_four(path: Path, seconds: dict[str, float], **config: Any) -> RunFee
 def test_what_another_worker_adds_is_by_the_time_that_it_makes_shorter(
     tmp_path: Path, seconds: dict[str, float], config: dict[str, Any], said: str
 ) -> None:
-    answer = views.answers(told_by_four(tmp_path / "run", seconds, **config))[4]["answer"]
+    answer = views.overview(told_by_four(tmp_path / "run", seconds, **config))["answers"][4]["answer"]
     assert answer.startswith(said)
     assert answer.endswith("; shoal plan measures it")
 
@@ -240,11 +240,13 @@ def test_a_plan_answers_beside_the_estimate_and_no_activity_is_said_as_such(tmp_
         json.dumps({"stops_paying": "The next worker stops paying at 3: measured."})
     )
     feed.poll()
-    assert views.answers(feed)[4]["answer"].endswith(
+    assert views.overview(feed)["answers"][4]["answer"].endswith(
         ". Its plan: The next worker stops paying at 3: measured."
     )
     (tmp_path / "empty").mkdir()
-    assert views.answers(polled(tmp_path / "empty"))[4]["answer"].startswith("no activity recorded")
+    assert views.overview(polled(tmp_path / "empty"))["answers"][4]["answer"].startswith(
+        "no activity recorded"
+    )
 
 
 def test_steps_of_an_evaluation_are_not_those_of_the_fit(tmp_path: Path) -> None:
@@ -298,7 +300,7 @@ def test_straggler_death_and_progress_are_found(tmp_path: Path) -> None:
     )
     assert fault["step"] == 200
     assert views.progress(feed)["num_steps"] == 400
-    [learning, _, bottleneck, died, pays] = [answer["answer"] for answer in views.answers(feed)]
+    [learning, _, bottleneck, died, pays] = [answer["answer"] for answer in views.overview(feed)["answers"]]
     assert pays.startswith("not known: under ps:ssp=4 a worker steps without the others")
     assert pays.endswith("shoal plan measures it")
     assert learning.startswith("yes")

@@ -8,6 +8,8 @@ const live = document.getElementById("live");
 let place = null; // what is shown
 let source = null;
 let isFetching = false, isStale = false, isOver = false;
+let restsUntil = 0; // by performance.now()
+const MAX_SHARE = 0.2; // of its time that a page spends on updates: often the browser shares its cores with the workers
 
 function read() {
   const [, kind, name, page] = location.pathname.split("/").map(decodeURIComponent);
@@ -33,7 +35,7 @@ async function show() {
   forgetCharts();
   navigation();
   clear(main).append(element("p", { class: "quiet" }, "reading …"));
-  main.dataset.ready = "";
+  main.dataset.ready = main.dataset.version = "";
   if (place.kind !== "run") clear(document.getElementById("run"));
   document.title = place.kind === "run" ? `${place.name} · ${place.page} · shoal` : "shoal";
   await refresh();
@@ -44,7 +46,7 @@ async function show() {
 async function refresh() {
   if (isFetching) { isStale = true; return; }
   isFetching = true;
-  const asked = place;
+  const asked = place, began = performance.now();
   try {
     if (asked.kind === "runs") await listRuns(main);
     else if (asked.kind === "compare") await compareRuns(main);
@@ -66,8 +68,16 @@ async function refresh() {
     if (asked === place && !(hasEnded && main.dataset.ready)) clear(main).append(element("p", { class: "notice bad" }, hasEnded ? "The dashboard ended, or cannot be reached." : text(error.message)));
   } finally {
     isFetching = false;
-    if (isStale || asked !== place) { isStale = false; refresh(); }
+    restsUntil = performance.now() + (performance.now() - began) * (1 / MAX_SHARE - 1);
+    if (asked !== place) { isStale = false; refresh(); } else if (isStale) { isStale = false; update(); }
   }
+}
+
+// A change: fetched at once, or after the rest; what changes meanwhile comes with it.
+let waiting = 0;
+function update() {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => { if (document.hidden) isStale = true; else refresh(); }, restsUntil - performance.now());
 }
 
 function listen() {
@@ -76,7 +86,7 @@ function listen() {
   if (!names.length) { live.textContent = ""; live.className = "live"; return; }
   source = new EventSource(`/api/stream?runs=${names.map(encodeURIComponent).join(",")}`);
   source.onopen = connected;
-  source.onmessage = () => { if (!document.hidden) refresh(); else isStale = true; };
+  source.onmessage = (event) => { if (event.data !== main.dataset.version) update(); }; // the first one mostly tells of what is shown
   source.onerror = ended;
 }
 
