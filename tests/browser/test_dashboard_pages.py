@@ -87,7 +87,7 @@ def test_a_finished_run_opens_on_every_page_and_fits_a_narrow_window(page: Any, 
 
 def test_charts_are_sketched_before_plotly_is_there_and_where_it_is_missing(page: Any, address: str) -> None:
     asked: list[Any] = []
-    page.route("**/plotly.min.js", asked.append)
+    page.route("**/plotly.min.js", lambda route: asked.append(route))
     page.goto(address.replace("/?", "/run/click/overview?"))
     page.wait_for_selector(".chart .sketch polyline")
     assert newest_step(page) == 400

@@ -68,6 +68,16 @@ def test_rate_counts_the_steps_of_all_workers_where_lines_are_those_of_one() -> 
     assert buckets.rate()["rate"] == [8.0, 8.0, 8.0]
 
 
+def test_rate_is_that_of_stretches_and_not_of_single_steps() -> None:
+    buckets = Buckets()
+    at = 100.0 + np.arange(1, 1001) * 0.01 + np.tile([0.0, 0.009], 500)  # a step of 1 ms after one of 19 ms
+    buckets.add(np.arange(1, 1001), {"samples": np.full(1000, 8.0), "time": at})
+    found = buckets.rate()
+    assert len(found["rate"]) == pytest.approx(20, abs=1)
+    assert found["rate"] == pytest.approx([800.0] * len(found["rate"]), rel=0.05)
+    assert (found["step"][-1], found["seconds"][-1]) == (1000, pytest.approx(at[-1] - at[0]))
+
+
 def test_new_lines_are_added_and_a_torn_one_waits_for_its_rest(tmp_path: Path) -> None:
     steps(tmp_path, 1, 10)
     feed = polled(tmp_path)
@@ -178,6 +188,16 @@ def test_a_negative_loss_that_falls_is_learning(tmp_path: Path, last: float, sai
     assert said in views.overview(polled(tmp_path))["answers"][0]["answer"]
 
 
+def test_a_validation_loss_that_rises_is_told_beside_a_loss_that_falls(tmp_path: Path) -> None:
+    lines(tmp_path / "metrics.jsonl", [{"step": k, "loss": 1 / k} for k in range(1, 41)])
+    lines(
+        tmp_path / "epochs.jsonl", [{"epoch": k, "val_loss": loss} for k, loss in enumerate([0.7, 0.5, 0.6])]
+    )
+    answer = views.overview(polled(tmp_path))["answers"][0]
+    assert answer["level"] == "fair"
+    assert answer["answer"].endswith("but val_loss 0.5 → 0.6 since its best epoch")
+
+
 def test_time_in_no_span_is_named(tmp_path: Path) -> None:
     (tmp_path / "activity").mkdir()
     told = [{"at": 100.0 + k, "interval_s": 1.0, "steps": 3, "seconds": {"compute": 0.3}} for k in range(9)]
@@ -208,6 +228,11 @@ def told_by_four(path: Path, seconds: dict[str, float], **config: Any) -> RunFee
             "hardly: about 26% of what one adds alone; by the same estimate the next one stops paying at 2;",
         ),
         (STEP, {"strategy": "ps"}, "hardly: about 26% of"),
+        (
+            {"compute": 0.05, "exchange": 0.9},
+            {},
+            "hardly: about 0% of what one adds alone; by the same estimate a second one does not pay;",
+        ),
         # (1 / 0.8262 - 1) * 4 * 0.869: shards of the optimizer do.
         (
             STEP,

@@ -338,6 +338,7 @@ def test_page_is_whole_and_asks_the_network_for_nothing(tmp_path: Path) -> None:
     assert "script" not in tags.seen
     assert {"svg", "table"} <= tags.seen
     assert tags.open == []
+    assert "Exposed communication, exchange, push, pull, wait: " in text
 
 
 def test_curves_keep_their_spikes_when_thinned() -> None:

@@ -192,6 +192,13 @@ def _learning(feed: RunFeed) -> Values:
     change = f"loss {_short(first)} → {_short(last)}"
     if last >= first:
         return {"answer": f"no: {change}", "level": "bad"}
+    validated = [line["val_loss"] for line in feed.epochs if _is_number(line.get("val_loss"))]
+    if validated and validated[-1] - min(validated) > 0.01 * abs(min(validated)):
+        rise = f"val_loss {_short(min(validated))} → {_short(validated[-1])}"
+        return {
+            "answer": f"the training data alone: {change}, but {rise} since its best epoch",
+            "level": "fair",
+        }
     if before - last <= 0.001 * abs(before):
         return {"answer": f"{change}; hardly any more in the last tenth", "level": "fair"}
     return {"answer": f"yes: {change}", "level": "good"}
@@ -237,8 +244,9 @@ def _another_worker(feed: RunFeed, spent: Mapping[str, float]) -> Values:
     else:
         gained, limit = found
         pays = gained >= PAYS_FROM
-        ends = f"stops paying at {limit}" if limit < MAX_ESTIMATED else f"pays up to {limit:,} workers"
-        said = f"{'yes' if pays else 'hardly'}: about {gained:.0%} of what one adds alone; by the same estimate the next one {ends}"
+        ends = f"the next one stops paying at {limit}" if limit > 1 else "a second one does not pay"
+        ends = ends if limit < MAX_ESTIMATED else f"the next one pays up to {limit:,} workers"
+        said = f"{'yes' if pays else 'hardly'}: about {gained:.0%} of what one adds alone; by the same estimate {ends}"
         level = "good" if pays else "fair"
     planned = feed.plan.get("stops_paying")
     return {

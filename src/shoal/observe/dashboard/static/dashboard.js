@@ -49,7 +49,10 @@ async function refresh() {
   const asked = place, began = performance.now();
   try {
     if (asked.kind === "runs") await listRuns(main);
-    else if (asked.kind === "compare") await compareRuns(main);
+    else if (asked.kind === "compare") {
+      isOver = (await compareRuns(main)).every((run) => run.head.state !== "alive");
+      if (source?.readyState === EventSource.OPEN) connected();
+    }
     else {
       const view = await get(`/api/run/${encodeURIComponent(asked.name)}/${asked.page}`);
       if (asked === place) {
@@ -91,7 +94,7 @@ function listen() {
 }
 
 // A run that is over may be resumed: the page goes on listening, and does not call it live.
-function connected() { const is = place.kind === "run" && isOver; live.className = is ? "live" : "live on"; live.textContent = is ? "ended" : "live"; }
+function connected() { live.className = isOver ? "live" : "live on"; live.textContent = isOver ? "ended" : "live"; }
 function ended() { live.className = "live off"; live.textContent = "dashboard ended"; }
 
 document.addEventListener("visibilitychange", () => { if (!document.hidden && isStale) { isStale = false; refresh(); } });

@@ -3,6 +3,7 @@
 import { short } from "./dom.js";
 
 const NUM_TICKS = 5;
+const tick = (value) => short(value).replace(/\.0+(?=$| )/, "");
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 function shape(tag, attributes, text) {
@@ -46,8 +47,8 @@ export function sketch(div, traces, { x, y, isLog, fromZero, bars, lines, style,
   const across = (value) => left + ((value - first) / (last - first)) * (width - left - right);
   const up = (value) => height - bottom - ((scale(value) - scale(low)) / (scale(high) - scale(low))) * (height - top - bottom);
   const svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, class: "sketch", "font-size": 11, fill: style.quiet });
-  for (const value of ticks(low, high, isLog)) svg.append(shape("line", { x1: left, x2: width - right, y1: up(value), y2: up(value), stroke: style.line }), shape("text", { x: left - 6, y: up(value) + 4, "text-anchor": "end" }, short(value)));
-  const marked = categories ? categories.map((name, index) => [index, name]).filter((_, index) => index % Math.ceil(categories.length / 10) === 0) : ticks(first, last, false).map((value) => [value, short(value)]);
+  for (const value of ticks(low, high, isLog)) svg.append(shape("line", { x1: left, x2: width - right, y1: up(value), y2: up(value), stroke: style.line }), shape("text", { x: left - 6, y: up(value) + 4, "text-anchor": "end" }, tick(value)));
+  const marked = categories ? categories.map((name, index) => [index, name]).filter((_, index) => index % Math.ceil(categories.length / 10) === 0) : ticks(first, last, false).map((value) => [value, tick(value)]);
   for (const [value, name] of marked) svg.append(shape("text", { x: Math.min(across(value), width - 18), y: height - bottom + 16, "text-anchor": "middle" }, name));
   if (x) svg.append(shape("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle", "font-size": 12 }, x));
   if (y) svg.append(shape("text", { x: 12, y: height / 2, "text-anchor": "middle", "font-size": 12, transform: `rotate(-90 12 ${height / 2})` }, y));
