@@ -44,7 +44,7 @@ def on_screen(report: Report, *, steps: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         path = write_run(Path(folder) / "long", workers=64, servers=8, steps=steps, seconds=600)
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        loads: dict[str, list[float]] = {"overview": [], "workers": []}
+        loads: dict[str, list[float]] = {"overview": [], "overview with Plotly's charts": [], "workers": []}
         updates, spent = [], []
         drawn = "(document.querySelector('.js-plotly-plot')?.data ?? []).find((each) => each.name === 'loss')?.x.at(-1) ?? 0"
         for _ in range(rounds):
@@ -54,10 +54,14 @@ def on_screen(report: Report, *, steps: int, rounds: int) -> None:
                 page = browser.new_page()
                 page.set_default_timeout(120_000)
                 began, before = time.monotonic(), processor_s()
-                page.goto(address)  # nothing of the run is read before
-                page.wait_for_selector(".js-plotly-plot .scatterlayer")
+                # Nothing of the run is read before. Figures and sketched curves first.
+                page.goto(address, wait_until="commit")
+                page.wait_for_selector(".answer")
+                page.wait_for_selector(".sketch polyline, .js-plotly-plot .scatterlayer")
                 loads["overview"].append(time.monotonic() - began)
                 spent.append(processor_s() - before)
+                page.wait_for_selector(".js-plotly-plot .scatterlayer")
+                loads["overview with Plotly's charts"].append(time.monotonic() - began)
                 began = time.monotonic()
                 page.locator("nav").get_by_role("link", name="workers").click()
                 page.wait_for_selector("canvas.lanes")

@@ -85,13 +85,25 @@ def test_a_finished_run_opens_on_every_page_and_fits_a_narrow_window(page: Any, 
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(11, 18, 32)"
 
 
-def test_charts_say_that_plotly_is_missing_on_every_page(page: Any, address: str) -> None:
-    page.route("**/plotly.min.js", lambda route: route.abort())
-    missing = "No chart: Plotly's script could not be loaded."
+def test_charts_are_sketched_before_plotly_is_there_and_where_it_is_missing(page: Any, address: str) -> None:
+    asked: list[Any] = []
+    page.route("**/plotly.min.js", lambda route: asked.append(route))
     page.goto(address.replace("/?", "/run/click/overview?"))
-    page.wait_for_selector(f".chart:has-text({json.dumps(missing)})")
+    page.wait_for_selector(".chart .sketch polyline")
+    assert newest_step(page) == 400
+    # It is asked for once there is something to see. `count` lets the route's handler run.
+    assert wait_until(lambda: page.locator(".sketch").count() and len(asked) == 1)
+    assert page.locator(".chart .sketch").count() == page.locator(".chart").count() > 2
+    asked[0].continue_()
+    page.wait_for_selector(".js-plotly-plot .scatterlayer")
+    assert wait_until(lambda: page.locator(".sketch").count() == 0)
+    page.unroute("**/plotly.min.js")
+    page.route("**/plotly.min.js", lambda route: route.abort())
+    page.reload()
+    missing = json.dumps("Plotly's script could not be loaded")
+    page.wait_for_selector(f".chart:has-text({missing}) polyline")
     page.locator("nav").get_by_role("link", name="servers", exact=True).click()
-    page.wait_for_selector(f".chart.small:has-text({json.dumps(missing)})")
+    page.wait_for_selector(f".chart.small:has-text({missing}) rect")
 
 
 def test_skips_are_listed_whatever_their_event_is_called(page: Any, address: str, runs: Path) -> None:

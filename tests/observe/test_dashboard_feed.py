@@ -68,6 +68,16 @@ def test_rate_counts_the_steps_of_all_workers_where_lines_are_those_of_one() -> 
     assert buckets.rate()["rate"] == [8.0, 8.0, 8.0]
 
 
+def test_rate_is_that_of_stretches_and_not_of_single_steps() -> None:
+    buckets = Buckets()
+    at = 100.0 + np.arange(1, 1001) * 0.01 + np.tile([0.0, 0.009], 500)  # a step of 1 ms after one of 19 ms
+    buckets.add(np.arange(1, 1001), {"samples": np.full(1000, 8.0), "time": at})
+    found = buckets.rate()
+    assert len(found["rate"]) == pytest.approx(20, abs=1)
+    assert found["rate"] == pytest.approx([800.0] * len(found["rate"]), rel=0.05)
+    assert (found["step"][-1], found["seconds"][-1]) == (1000, pytest.approx(at[-1] - at[0]))
+
+
 def test_new_lines_are_added_and_a_torn_one_waits_for_its_rest(tmp_path: Path) -> None:
     steps(tmp_path, 1, 10)
     feed = polled(tmp_path)
@@ -175,14 +185,24 @@ def test_a_negative_loss_that_falls_is_learning(tmp_path: Path, last: float, sai
         for step in range(40):
             loss = -0.5 if step < 4 else -1.0 if step < 36 else last
             file.write(json.dumps({"step": step, "loss": loss, "samples": 8, "time": 1.0 * step}) + "\n")
-    assert said in views.answers(polled(tmp_path))[0]["answer"]
+    assert said in views.overview(polled(tmp_path))["answers"][0]["answer"]
+
+
+def test_a_validation_loss_that_rises_is_told_beside_a_loss_that_falls(tmp_path: Path) -> None:
+    lines(tmp_path / "metrics.jsonl", [{"step": k, "loss": 1 / k} for k in range(1, 41)])
+    lines(
+        tmp_path / "epochs.jsonl", [{"epoch": k, "val_loss": loss} for k, loss in enumerate([0.7, 0.5, 0.6])]
+    )
+    answer = views.overview(polled(tmp_path))["answers"][0]
+    assert answer["level"] == "fair"
+    assert answer["answer"].endswith("but val_loss 0.5 → 0.6 since its best epoch")
 
 
 def test_time_in_no_span_is_named(tmp_path: Path) -> None:
     (tmp_path / "activity").mkdir()
     told = [{"at": 100.0 + k, "interval_s": 1.0, "steps": 3, "seconds": {"compute": 0.3}} for k in range(9)]
     lines(tmp_path / "activity" / "worker-0.jsonl", told)
-    assert views.answers(polled(tmp_path))[2]["answer"].startswith("code outside of the step")
+    assert views.overview(polled(tmp_path))["answers"][2]["answer"].startswith("code outside of the step")
 
 
 STEP = {"compute": 0.5, "apply": 0.369, "exchange": 0.119}
@@ -208,6 +228,11 @@ def told_by_four(path: Path, seconds: dict[str, float], **config: Any) -> RunFee
             "hardly: about 26% of what one adds alone; by the same estimate the next one stops paying at 2;",
         ),
         (STEP, {"strategy": "ps"}, "hardly: about 26% of"),
+        (
+            {"compute": 0.05, "exchange": 0.9},
+            {},
+            "hardly: about 0% of what one adds alone; by the same estimate a second one does not pay;",
+        ),
         # (1 / 0.8262 - 1) * 4 * 0.869: shards of the optimizer do.
         (
             STEP,
@@ -228,7 +253,7 @@ def told_by_four(path: Path, seconds: dict[str, float], **config: Any) -> RunFee
 def test_what_another_worker_adds_is_by_the_time_that_it_makes_shorter(
     tmp_path: Path, seconds: dict[str, float], config: dict[str, Any], said: str
 ) -> None:
-    answer = views.answers(told_by_four(tmp_path / "run", seconds, **config))[4]["answer"]
+    answer = views.overview(told_by_four(tmp_path / "run", seconds, **config))["answers"][4]["answer"]
     assert answer.startswith(said)
     assert answer.endswith("; shoal plan measures it")
 
@@ -240,11 +265,13 @@ def test_a_plan_answers_beside_the_estimate_and_no_activity_is_said_as_such(tmp_
         json.dumps({"stops_paying": "The next worker stops paying at 3: measured."})
     )
     feed.poll()
-    assert views.answers(feed)[4]["answer"].endswith(
+    assert views.overview(feed)["answers"][4]["answer"].endswith(
         ". Its plan: The next worker stops paying at 3: measured."
     )
     (tmp_path / "empty").mkdir()
-    assert views.answers(polled(tmp_path / "empty"))[4]["answer"].startswith("no activity recorded")
+    assert views.overview(polled(tmp_path / "empty"))["answers"][4]["answer"].startswith(
+        "no activity recorded"
+    )
 
 
 def test_steps_of_an_evaluation_are_not_those_of_the_fit(tmp_path: Path) -> None:
@@ -298,7 +325,7 @@ def test_straggler_death_and_progress_are_found(tmp_path: Path) -> None:
     )
     assert fault["step"] == 200
     assert views.progress(feed)["num_steps"] == 400
-    [learning, _, bottleneck, died, pays] = [answer["answer"] for answer in views.answers(feed)]
+    [learning, _, bottleneck, died, pays] = [answer["answer"] for answer in views.overview(feed)["answers"]]
     assert pays.startswith("not known: under ps:ssp=4 a worker steps without the others")
     assert pays.endswith("shoal plan measures it")
     assert learning.startswith("yes")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
 from shoal.errors import ConfigError
-from shoal.observe.dashboard import process
+from shoal.observe.dashboard import process, server
+from shoal.observe.dashboard.feed import RunFeed
 from shoal.observe.dashboard.server import application
 from simulated_run import write_run
 from waiting import wait_until
@@ -109,6 +113,7 @@ def test_every_page_and_file_is_there_with_its_policy(inside: TestClient) -> Non
         "/compare",
         "/run/click",
         "/static/dashboard.js",
+        "/static/sketch.js",
         "/static/plotly.min.js",
         "/graph/click.svg",
         "/metrics",
@@ -129,6 +134,33 @@ def test_every_page_and_file_is_there_with_its_policy(inside: TestClient) -> Non
         headers={"if-none-match": inside.get("/static/dashboard.css").headers["etag"]},
     )
     assert unchanged.status_code == 304
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_browsers_are_told_less_often_where_that_costs_a_run_that_trains(
+    root: Path, monkeypatch: pytest.MonkeyPatch, is_training: bool
+) -> None:
+    """With a share that any poll exceeds, the second change waits its longest; of a run that is over it does not wait."""
+    monkeypatch.setattr(server, "MAX_SHARE", 1e-6)
+    monkeypatch.setattr(server, "SLOWEST_S", 2.0)
+    monkeypatch.setattr(server, "POLL_EVERY_S", 0.01)
+    path = root / "click"
+
+    async def time_of_two_changes() -> float:
+        told = server._changes([RunFeed(path)])
+        assert (await anext(told)).startswith("retry")
+        await anext(told)
+        began = time.monotonic()
+        with open(path / "metrics.jsonl", "a") as file:
+            file.write('{"step": 61, "loss": 0.1, "samples": 8, "time": 1.0}\n')
+        assert (await anext(told)).startswith("data: ")
+        return time.monotonic() - began
+
+    with open(path / "lock", "w") as lock:
+        if is_training:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        passed_s = asyncio.run(time_of_two_changes())
+    assert (passed_s >= 1.8) is is_training
 
 
 def test_a_port_in_use_is_followed_by_the_next_free_one() -> None:

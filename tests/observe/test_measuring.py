@@ -15,6 +15,7 @@ from shoal.observe.planner.cost_model import (
     LinkSpeed,
     PlanCandidate,
     TensorCost,
+    Workload,
     all_reduce_s,
     predict,
 )
@@ -183,9 +184,27 @@ def test_fsdp_by_its_bytes_and_by_its_parameters() -> None:
 
 def test_where_fsdp_does_not_run_a_gather_costs_what_a_sum_does() -> None:
     by_size = {4096: {"native": 2e-4}, 1 << 20: {"native": 2e-3}}
-    cluster = with_links(ClusterShape(per_host=2), LinkTimes(by_size, {}, []), 2)
+    cluster = with_links(ClusterShape(per_host=2), LinkTimes(by_size, {}, [], []), 2)
     assert cluster.exchanges[SHARDS] == cluster.exchanges["native"]
     assert cluster.tensors == TensorCost()
+
+
+def test_a_server_by_its_bytes_and_by_its_rows() -> None:
+    """What was measured of a server is predicted of it again, for as many workers and for more."""
+    lines = [
+        {"bytes": 64, "row_bytes": 0, "served_s": 2e-3, "whole_s": 3e-3},
+        {"bytes": 64 + (4 << 20), "row_bytes": 0, "served_s": 8e-3, "whole_s": 9e-3},
+        {"bytes": 64, "row_bytes": 1 << 20, "served_s": 5e-3, "whole_s": 6e-3},
+    ]
+    cluster = with_links(ClusterShape(per_host=4, cores=4), LinkTimes({}, {}, [], lines), 2)
+
+    def served_s(workers: int, dense: int, rows: int) -> float:
+        work = Workload(batch=8, alone={}, compute_s=0.0, gradient_bytes=dense, row_bytes=workers * rows)
+        return predict(PlanCandidate(workers=workers, strategy="ps", servers=1), work, cluster).step_s
+
+    assert served_s(2, 4 << 20, 0) == pytest.approx(8e-3)
+    assert served_s(2, 0, 1 << 20) == pytest.approx(5e-3)
+    assert served_s(4, 4 << 20, 0) == pytest.approx(2e-3 + 6e-3 * 5 / 3)
 
 
 def test_a_calibration_with_rows_predicts_itself() -> None:

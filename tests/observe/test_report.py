@@ -275,6 +275,20 @@ def test_waiting_and_transfer_are_told_apart_by_the_last_to_come(
     assert found["was_last"] == {"worker-0": 0, "worker-1": 1, "worker-2": 0}
 
 
+def test_exchanges_of_a_replacement_before_it_has_caught_up_are_nobodys_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first exchange, under the first step's number, comes when the others have long done that step."""
+    path = write_run(tmp_path / "run", workers=2)
+    s = 1_000_000_000
+    of_step_7 = ("exchange", 7, 12 * s, 13 * s)
+    write_spans(path, "worker-0", [("exchange", 0, s, 2 * s), of_step_7], monkeypatch)
+    write_spans(path, "worker-1", [("exchange", 0, 9 * s, 10 * s), of_step_7], monkeypatch)
+    found = reported(path)["exchange"]
+    assert found["steps"] == 1
+    assert found["waited_s_per_step"] == {"worker-0": 0.0, "worker-1": 0.0}
+
+
 def test_a_death_costs_the_step_that_lasted_over_it(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     steps = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -338,6 +352,7 @@ def test_page_is_whole_and_asks_the_network_for_nothing(tmp_path: Path) -> None:
     assert "script" not in tags.seen
     assert {"svg", "table"} <= tags.seen
     assert tags.open == []
+    assert "Exposed communication, exchange, push, pull, wait: " in text
 
 
 def test_curves_keep_their_spikes_when_thinned() -> None:

@@ -127,10 +127,14 @@ def test_a_script_that_cannot_be_run_twice_is_named_as_such(
 def test_links_are_measured_where_fsdp_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "CODEC_ROUNDS", 3)
     monkeypatch.setattr(command, "SHARD_ROUNDS", "none")  # its workers fail: no number
+    monkeypatch.setattr(command, "SERVED_STEPS", 10)
     times = command.measure_links(0.1, 2)
     assert min(times.exchanges[max(times.exchanges)].values()) > 0
     assert "int8" in times.compressors
     assert times.shards == []
+    small, large, rows = times.served
+    assert 0 < small["served_s"] < small["whole_s"] < large["whole_s"]
+    assert rows["row_bytes"] == pytest.approx(8192 * 72, rel=0.1)  # an id and 16 numbers, hardly any twice
 
 
 def test_auto_measures_once_runs_what_it_chose_and_keeps_the_choice(

@@ -27,6 +27,9 @@ FAULTS = ("worker-exited", "server-exited", "coordinator-exited", "host-lost")
 DOWN_S = 30.0
 """A longer silence of all processes is between two launches, and costs nothing."""
 
+CLOCK_ERROR_NS = 1_000_000
+"""Of aligned clocks of two hosts, at most."""
+
 STRAGGLES = 1.25
 """Slowdown of a worker's own time per step, against the median of the others, that makes it a straggler."""
 
@@ -270,7 +273,9 @@ def _waiting(traces: Sequence[Trace]) -> dict[str, Any] | None:
         for span in trace.spans[trace.spans["kind"] == kind]:
             at = int(span["start_ns"]) + trace.unix_ns, int(span["end_ns"]) + trace.unix_ns
             begun.setdefault(int(span["step"]), {}).setdefault(name, at)
-    shared = {step: spans for step, spans in begun.items() if len(spans) == len(newest) > 1}
+    shared = {
+        step: spans for step, spans in begun.items() if len(spans) == len(newest) > 1 and _is_one(spans)
+    }
     if not shared:
         return None
     waited = dict.fromkeys(newest, 0.0)
@@ -289,6 +294,12 @@ def _waiting(traces: Sequence[Trace]) -> dict[str, Any] | None:
         "waited_s_per_step": {name: spent / count for name, spent in waited.items()},
         "was_last": {name: times / count for name, times in last.items()},
     }
+
+
+def _is_one(spans: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether spans of a step are of one exchange: nobody ends it before the last has come. A replaced worker's first
+    spans, before it has caught up, are of another."""
+    return max(start for start, _ in spans.values()) <= min(end for _, end in spans.values()) + CLOCK_ERROR_NS
 
 
 def _node(each: Totals, bandwidth: MeasuredBandwidth | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.observe.record import BUSY, RunRecord, while_training
+from shoal.observe.record import BUSY, COMMUNICATION, RunRecord, while_training
 
 MAX_POINTS = 600
 """Of a curve: beyond it a screen shows no difference."""
@@ -343,6 +343,12 @@ def _time_by_worker(figures: Mapping[str, Any]) -> str:
         [f"{len(by_worker) - len(shown)} more workers are in report.json."]
         if len(by_worker) > len(shown)
         else []
+    )
+    exposed = [each["exposed_communication"] for each in by_worker.values()]
+    notes.insert(
+        0,
+        f"Exposed communication, {', '.join(COMMUNICATION)}: {sum(exposed) / len(exposed):.1%} of a worker's time on average, "
+        f"{min(exposed):.1%} to {max(exposed):.1%}.",
     )
     return (
         _chart(out)

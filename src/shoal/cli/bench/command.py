@@ -232,7 +232,7 @@ CLICKS = (("single", 1, 0), ("ddp", 2, 0), ("ps", 2, 1), ("ps:async", 2, 1))
 
 EXCHANGE_WORKERS = (2, 4)
 
-CODEC_ROUNDS, SHARD_ROUNDS = 9, 15
+CODEC_ROUNDS, SHARD_ROUNDS, SERVED_STEPS = 9, 15, 40
 
 KEPT_FROM_S = 2.0
 """Shorter measurements are not kept for `--exchange auto`."""
@@ -302,12 +302,12 @@ def measure_exchange(seconds: float, emit: Callable[[Figure], None]) -> None:
 
 
 def measure_links(seconds: float, workers: int) -> LinkTimes:
-    """Seconds of every exchange and compressor by size, and of fsdp by bytes and parameters, for the planner."""
+    """Seconds of every exchange and compressor by size, and of fsdp and a server by bytes, for the planner."""
     from shoal.errors import Interrupted, ShoalError
     from shoal.observe.planner.measuring import LinkTimes
 
     shards: list[dict[str, float]] = []
-    with _job_runner(with_servers=False) as run_job:
+    with _job_runner(with_servers=True) as run_job:
         by_size, *_ = run_job("exchange", seconds, "ddp", workers, 0)
         codecs, *_ = run_job("codecs", CODEC_ROUNDS, "ddp", workers, 0)
         try:
@@ -316,10 +316,12 @@ def measure_links(seconds: float, workers: int) -> LinkTimes:
             raise
         except ShoalError:
             pass  # fsdp is not everywhere, on macOS for one: the planner has defaults for it
+        served, *_ = run_job("served", SERVED_STEPS, "ps", workers, 1)
     return LinkTimes(
         {int(size): medians for size, medians in by_size.items()},
         {name: {int(size): took_s for size, took_s in medians.items()} for name, medians in codecs.items()},
         shards,
+        served,
     )
 
 

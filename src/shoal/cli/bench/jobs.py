@@ -295,6 +295,82 @@ def run_shards(out: Path, times: int) -> None:
         (out / "0.json").write_text(json.dumps(found))
 
 
+SERVED = ((64 << 10, 0), (4 << 20, 0), (64 << 10, 8192))
+"""Bytes of dense parameters and rows of each worker, of models by which servers are measured."""
+
+SERVED_IDS, SERVED_LOOKUPS = 200_000, 32
+
+
+def run_served(out: Path, times: int) -> None:
+    """Steps on the servers of the launch of models that compute next to nothing: what is neither computing nor reading."""
+    import torch
+    from torch import Tensor, nn
+
+    from shoal.config import job as jobs
+    from shoal.data.dataset import Dataset
+    from shoal.runtime import recorder
+    from shoal.train.callbacks.base import Callback
+    from shoal.train.trainer import Trainer
+
+    job = jobs.current()
+
+    class Pushed(nn.Module):
+        def __init__(self, num_bytes: int, num_rows: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(num_bytes // 4))
+            self.rows = nn.Embedding(SERVED_IDS, DIM, sparse=True) if num_rows else None
+
+        def forward(self, ids: Tensor) -> Tensor:
+            found = self.weight.sum().expand(len(ids))
+            return found if self.rows is None else found + self.rows(ids).sum((1, 2))
+
+    class Watch(Callback):
+        """Seconds of each step: at the servers, and in all that is neither computing nor reading."""
+
+        ranks = "every"
+
+        def __init__(self) -> None:
+            self.spent: list[tuple[float, float]] = []
+            self.last = self._now()
+
+        def _now(self) -> tuple[float, float, float]:
+            totals = dict(zip(recorder.KINDS, recorder.RECORDER.totals_ns(), strict=True))
+            served = totals["push"] + totals["pull"] + totals["wait"]
+            own = totals["compute"] + totals["apply"] + totals["read"]
+            return time.perf_counter(), served / 1e9, own / 1e9
+
+        def on_step_end(self, trainer: Trainer, logs: Any) -> None:
+            before, self.last = self.last, self._now()
+            passed, served, own = (now - then for now, then in zip(self.last, before, strict=True))
+            self.spent.append((served, passed - own))
+
+    found = []
+    for num_bytes, num_rows in SERVED:
+        size = max(num_rows // SERVED_LOOKUPS, 8) * job.num_workers
+        ids = torch.randint(
+            SERVED_IDS, (4 * size, SERVED_LOOKUPS), generator=torch.Generator().manual_seed(0)
+        )
+        watch = Watch()
+        trainer = Trainer(
+            Pushed(num_bytes, num_rows),
+            loss=nn.L1Loss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=1e-9),
+            callbacks=[watch],
+            device="cpu",
+            seed=0,
+            progress=False,
+        )
+        trainer.fit(
+            Dataset.from_arrays((ids, torch.zeros(len(ids)))).batch(size), max_steps=times, epochs=times
+        )
+        # The first steps make rows and buffers.
+        served, whole = (statistics.quantiles(each, n=4)[0] for each in zip(*watch.spent[3:], strict=True))
+        row_bytes = len(torch.unique(ids[: size // job.num_workers])) * (4 * DIM + 8) if num_rows else 0
+        found.append({"bytes": num_bytes, "row_bytes": row_bytes, "served_s": served, "whole_s": whole})
+    if job.rank == 0:
+        (out / "0.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
     _, name, folder, argument = sys.argv
     if name == "kv":
@@ -305,5 +381,7 @@ if __name__ == "__main__":
         run_codecs(Path(folder), int(argument))
     elif name == "shards":
         run_shards(Path(folder), int(argument))
+    elif name == "served":
+        run_served(Path(folder), int(argument))
     else:
         run_exchange(Path(folder), float(argument))

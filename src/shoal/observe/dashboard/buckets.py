@@ -17,6 +17,9 @@ Floats = NDArray[np.float64]
 CAPACITY = 1024
 """Buckets at most: about the pixels of a chart."""
 
+RATE_POINTS, RATE_S = 120, 0.5
+"""Points of a curve of throughput at most, and seconds of each at least: the time of a single step is mostly noise."""
+
 
 class _Column:
     """Sums of one column, a row per bucket."""
@@ -112,10 +115,17 @@ class Buckets:
         there = (time.count > 0) & (samples.count > 0)
         if there.sum() < 1:
             return empty
-        ends, steps = time.high[there], step.high[there]
-        batch = samples.total[there] / samples.count[there]
-        # The first bucket begins with its own first line; the others where the one before ended.
-        begins = np.concatenate([time.low[there][:1], ends[:-1]])
+        ends, begun = time.high[there], time.low[there][0]
+        width_s = max((ends[-1] - begun) / RATE_POINTS, RATE_S)
+        # The last bucket of each stretch, and where the stretch began.
+        last = np.flatnonzero(np.diff(np.floor((ends - begun) / width_s), append=np.inf))
+        stretches = np.concatenate([[0], last[:-1] + 1])
+        batch = np.add.reduceat(samples.total[there], stretches) / np.add.reduceat(
+            samples.count[there], stretches
+        )
+        ends, steps = ends[last], step.high[there][last]
+        # The first stretch begins with its own first line; the others where the one before ended.
+        begins = np.concatenate([[begun], ends[:-1]])
         first = np.concatenate([step.low[there][:1], steps[:-1]])
         passed, done = ends - begins, steps - first
         known = (passed > 0) & (done > 0)
@@ -123,7 +133,7 @@ class Buckets:
         return {
             "step": rounded(steps[known]),
             "rate": rounded((speed * batch)[known]),
-            "seconds": rounded((ends - time.low[there][0])[known]),
+            "seconds": rounded((ends - begun)[known]),
             "steps_per_s": rounded(speed[known]),
         }
 

@@ -210,6 +210,7 @@ class RunFeed:
                 self.is_sampled, self.steps = True, Buckets()
                 sampled = _add(self.steps, self._metrics.samples(512))
                 self.last = sampled or self.last
+                return True  # there is something to show: the rest is read by later polls
             elif self.is_sampled and not self._metrics.left_bytes:
                 self.is_sampled, self.steps = False, self._exact
         return changed

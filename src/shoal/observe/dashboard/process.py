@@ -72,6 +72,7 @@ def listen(host: str = LOOPBACK, port: int | None = None, *, option: str = "--po
     except ValueError:
         host, family = socket.gethostbyname(host) if host == "localhost" else host, socket.AF_INET
     error: OSError | None = None
+    tried = first
     for tried in range(first, min(first + TRIED_PORTS, 65536)) if first else [0]:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -89,9 +90,9 @@ def listen(host: str = LOOPBACK, port: int | None = None, *, option: str = "--po
         if not _is_loopback(host):
             note += f"The dashboard listens on {host}, over HTTP without encryption: anyone who can read the traffic has its token. "
         return Address(listener, host, found, secrets.token_urlsafe(24), note.strip())
+    which = f"ports {first} to {tried} were" if tried > first else f"port {first} was"
     raise ConfigError(
-        f"the dashboard cannot listen on {host}: {error.strerror or error if error else 'no port'} (ports {first} to "
-        f"{min(first + TRIED_PORTS, 65536) - 1} were tried). Nothing was started; choose another with {option}, or an "
+        f"the dashboard cannot listen on {host}: {error.strerror or error if error else 'no port'} ({which} tried). Nothing was started; choose another with {option}, or an "
         "address of this machine."
     )
 

@@ -37,6 +37,11 @@ from shoal.observe.dashboard.feed import RunFeed
 STATIC = Path(__file__).parent / "static"
 COOKIE = "shoal_dashboard"
 POLL_EVERY_S = 0.5
+MAX_SHARE = 0.01
+"""Of one core, beside a run that trains: browsers are told of a change so rarely that what they then ask for takes no more, and at least
+every `SLOWEST_S`. The dashboard shares the workers' cores."""
+
+SLOWEST_S = 5.0
 HEARTBEAT_S = 15.0
 MAX_COMPARED = 12
 MAX_FEEDS = 12
@@ -293,14 +298,17 @@ class Dashboard:
 
 async def _changes(feeds: list[RunFeed]) -> AsyncIterator[str]:
     """A line whenever one of the runs has something new. Sent as fast as the browser takes it, and never queued."""
-    seen, told_at = [-1] * len(feeds), time.monotonic()
+    seen, told_at, spent_s = [-1] * len(feeds), time.monotonic(), time.process_time()
     yield "retry: 1000\n\n"
     while True:
         for feed in feeds:
             await run_in_threadpool(_locked_refresh, feed)
         now = [feed.version for feed in feeds]
-        if now != seen:
-            seen, told_at = now, time.monotonic()
+        is_training = any(feed.state is runs.RunState.ALIVE for feed in feeds)
+        # What the views of the last change cost, for all browsers.
+        rest_s = min((time.process_time() - spent_s) / MAX_SHARE, SLOWEST_S) if is_training else 0.0
+        if now != seen and time.monotonic() - told_at >= rest_s:
+            seen, told_at, spent_s = now, time.monotonic(), time.process_time()
             yield f"data: {','.join(map(str, now))}\n\n"
         elif time.monotonic() - told_at >= HEARTBEAT_S:
             told_at = time.monotonic()

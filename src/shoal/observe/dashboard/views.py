@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from shoal.config import strategy as strategies
@@ -154,26 +154,28 @@ def overview(feed: RunFeed) -> Values:
         for name, value in line.items():
             if name not in ("epoch", "step", "time") and _is_number(value) and _is_number(line.get("step")):
                 by_epoch.setdefault(name, []).append([line["step"], value])
+    progressed = progress(feed)
     return {
-        "progress": progress(feed),
+        "progress": progressed,
         "loss": feed.steps.curve("loss"),
         "rate": feed.steps.rate(),
         "metrics": {name: feed.steps.curve(name) for name in names},
         "epochs": by_epoch,
         "final": _final(feed),
         "marks": [mark for mark in faults(feed) if mark["at"] is not None],
-        "answers": answers(feed),
+        "answers": answers(feed, progressed["samples_per_s"]),
     }
 
 
-def answers(feed: RunFeed) -> list[Values]:
+def answers(feed: RunFeed, speed: float | None) -> list[Values]:
     """Answers to the first questions, in sentences: is it learning, is it fast, what holds it up, what died, would more workers pay."""
+    spent = _spent(feed)
     return [
         {"question": "Is it learning?", **_learning(feed)},
-        {"question": "Is it fast?", **_fast(feed)},
-        {"question": "What holds it up?", **_bottleneck(feed)},
+        {"question": "Is it fast?", **_fast(speed, _by_group(spent))},
+        {"question": "What holds it up?", **_bottleneck(feed, _by_group(spent))},
         {"question": "What died?", **_died(feed)},
-        {"question": "Would another worker pay?", **_another_worker(feed)},
+        {"question": "Would another worker pay?", **_another_worker(feed, spent)},
     ]
 
 
@@ -190,16 +192,21 @@ def _learning(feed: RunFeed) -> Values:
     change = f"loss {_short(first)} → {_short(last)}"
     if last >= first:
         return {"answer": f"no: {change}", "level": "bad"}
+    validated = [line["val_loss"] for line in feed.epochs if _is_number(line.get("val_loss"))]
+    if validated and validated[-1] - min(validated) > 0.01 * abs(min(validated)):
+        rise = f"val_loss {_short(min(validated))} → {_short(validated[-1])}"
+        return {
+            "answer": f"the training data alone: {change}, but {rise} since its best epoch",
+            "level": "fair",
+        }
     if before - last <= 0.001 * abs(before):
         return {"answer": f"{change}; hardly any more in the last tenth", "level": "fair"}
     return {"answer": f"yes: {change}", "level": "good"}
 
 
-def _fast(feed: RunFeed) -> Values:
-    speed = progress(feed)["samples_per_s"]
+def _fast(speed: float | None, shares: Mapping[str, float]) -> Values:
     if speed is None:
         return {"answer": "no speed measured yet", "level": "unknown"}
-    shares = _shares(feed)
     total = sum(shares.values())
     if not any(shares.get(name) for name in GROUPS):
         return {"answer": f"{_short(speed)} samples/s", "level": "fair"}
@@ -208,13 +215,10 @@ def _fast(feed: RunFeed) -> Values:
     return {"answer": f"{_short(speed)} samples/s; workers compute {busy:.0%} of the time", "level": level}
 
 
-def _bottleneck(feed: RunFeed) -> Values:
-    slow = [
-        worker["process"] for worker in workers(feed, with_lanes=False)["workers"] if worker["is_straggler"]
-    ]
+def _bottleneck(feed: RunFeed, shares: dict[str, float]) -> Values:
+    slow = figures.stragglers({name: record.totals(lines) for name, lines in _lately(feed).items()})
     if slow:
-        return {"answer": f"{', '.join(slow[:3])}: far slower than the others", "level": "bad"}
-    shares = _shares(feed)
+        return {"answer": f"{', '.join([*slow][:3])}: far slower than the others", "level": "bad"}
     total = sum(shares.values())
     if not any(shares.get(name) for name in GROUPS):
         return {"answer": "no activity recorded", "level": "unknown"}
@@ -232,16 +236,17 @@ def _bottleneck(feed: RunFeed) -> Values:
     return {"answer": f"{said} ({seconds / total:.0%})", "level": "good" if kind == "compute" else "fair"}
 
 
-def _another_worker(feed: RunFeed) -> Values:
+def _another_worker(feed: RunFeed, spent: Mapping[str, float]) -> Values:
     """By the time that a worker more makes shorter, where the rest of a step is as long as now: the estimate that `shoal plan` measures."""
-    found = _estimate(feed)
+    found = _estimate(feed, spent)
     if isinstance(found, str):
         said, level = found, "unknown"
     else:
         gained, limit = found
         pays = gained >= PAYS_FROM
-        ends = f"stops paying at {limit}" if limit < MAX_ESTIMATED else f"pays up to {limit:,} workers"
-        said = f"{'yes' if pays else 'hardly'}: about {gained:.0%} of what one adds alone; by the same estimate the next one {ends}"
+        ends = f"the next one stops paying at {limit}" if limit > 1 else "a second one does not pay"
+        ends = ends if limit < MAX_ESTIMATED else f"the next one pays up to {limit:,} workers"
+        said = f"{'yes' if pays else 'hardly'}: about {gained:.0%} of what one adds alone; by the same estimate {ends}"
         level = "good" if pays else "fair"
     planned = feed.plan.get("stops_paying")
     return {
@@ -250,9 +255,9 @@ def _another_worker(feed: RunFeed) -> Values:
     }
 
 
-def _estimate(feed: RunFeed) -> tuple[float, int] | str:
+def _estimate(feed: RunFeed, spent: Mapping[str, float]) -> tuple[float, int] | str:
     """What the next worker adds, in that which one trains alone, and at how many it adds less than PAYS_FROM; or why it is not known."""
-    spent, workers = _spent(feed), _count(feed.config.get("workers"))
+    workers = _count(feed.config.get("workers"))
     if not any(spent.values()):
         return "no activity recorded"
     try:
@@ -306,13 +311,11 @@ def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
     names = sorted({*started, *seen}, key=record.by_number)
     end = _end(feed, names)
     totals: dict[str, record.Totals] = {}
+    lately = _lately(feed)
     lease = runs.leases([feed.leases]) or feed.summary.get("leases") or {}
     found = []
     for name in names:
-        lines = list(feed.activity.get(name, ()))
-        # An ended run shows how it trained, not how it idled afterwards.
-        worked = lines if feed.state is runs.RunState.ALIVE else record.while_training(lines)
-        recent = [line for line in worked if line["at"] > worked[-1]["at"] - RECENT_S]
+        lines, recent = list(feed.activity.get(name, ())), lately.get(name, [])
         seconds, did = sum(map(record.interval_s, recent)), record.totals(recent)
         totals[name] = did
         process = started.get(name, {})
@@ -333,9 +336,7 @@ def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
                 "bytes_per_s": (did.sent_bytes + did.received_bytes) / seconds if seconds else None,
                 "leases": had if isinstance(had, list) else None,
                 "is_straggler": False,
-                "lane": _lane([line for line in lines if line["at"] > end - LANES_S], end)
-                if with_lanes
-                else [],
+                "lane": _lane(_since(lines, end - LANES_S), end) if with_lanes else [],
             }
         )
     slowness = figures.slowness(totals)
@@ -383,7 +384,7 @@ def servers(feed: RunFeed) -> Values:
     found, series = [], {}
     for name in names:
         lines = list(feed.activity.get(name, ()))
-        recent = [line for line in lines if line["at"] > end - RECENT_S]
+        recent = _since(lines, end - RECENT_S)
         seconds, newest = sum(map(record.interval_s, recent)), lines[-1] if lines else {}
         did = record.totals(recent)
         for line in lines:
@@ -429,9 +430,8 @@ def _row_cache_hit_rate(feed: RunFeed, end: float) -> float | None:
     cache = Counter[str]()
     for name, lines in feed.activity.items():
         if name.startswith("worker-"):
-            for line in lines:
-                if line["at"] > end - RECENT_S:
-                    cache.update(_counts(line.get("cache")))
+            for line in _since(lines, end - RECENT_S):
+                cache.update(_counts(line.get("cache")))
     looked_up = cache["hits"] + cache["misses"]
     return cache["hits"] / looked_up if looked_up else None
 
@@ -662,24 +662,31 @@ PAGES: dict[str, Callable[[RunFeed], Values]] = {
 # ---- sums over lines of activity -----------------------------------------------------------------------
 
 
-def _shares(feed: RunFeed) -> dict[str, float]:
-    """Seconds of all workers by group, and those in none."""
-    return _by_group(_spent(feed))
+def _lately(feed: RunFeed) -> dict[str, list[Values]]:
+    """The newest lines of each worker; of an ended run how it trained, not how it idled afterwards."""
+    found = {}
+    for name, lines in feed.activity.items():
+        if name.startswith("worker-"):
+            worked: Sequence[Values] = lines
+            if feed.state is not runs.RunState.ALIVE:
+                worked = record.while_training(list(lines))
+            found[name] = _since(worked, worked[-1]["at"] - RECENT_S) if worked else []
+    return found
+
+
+def _since(lines: Sequence[Values], at: float) -> list[Values]:
+    """The newest lines, from a moment on: looked for from the end, because of thousands a few are wanted at every update."""
+    return [*itertools.takewhile(lambda line: line["at"] > at, reversed(lines))][::-1]
 
 
 def _spent(feed: RunFeed) -> dict[str, float]:
     """Seconds of all workers lately by kind, and those in none."""
     found = dict.fromkeys((*_GROUP_OF, OUTSIDE), 0.0)
-    for name in feed.activity:
-        if name.startswith("worker-"):
-            lines = list(feed.activity[name])
-            lines = [line for line in lines if line["at"] > lines[-1]["at"] - RECENT_S]
-            if feed.state is not runs.RunState.ALIVE:
-                lines = record.while_training(lines)
-            kinds = _kinds(lines)
-            found[OUTSIDE] += max(0.0, sum(map(record.interval_s, lines)) - sum(kinds.values()))
-            for kind, seconds in kinds.items():
-                found[kind] += seconds
+    for lines in _lately(feed).values():
+        kinds = _kinds(lines)
+        found[OUTSIDE] += max(0.0, sum(map(record.interval_s, lines)) - sum(kinds.values()))
+        for kind, seconds in kinds.items():
+            found[kind] += seconds
     return found
 
 

@@ -216,6 +216,17 @@ class TensorCost(NamedTuple):
     """In an update by Adam."""
 
 
+class ServerCost(NamedTuple):
+    """Cost of a step through one server, beside its update."""
+
+    latency_s: float
+    bytes_per_s: float
+    """Of a copy of dense gradients and weights: a worker makes one, the server one for each worker."""
+
+    row_bytes_per_s: float
+    """The same of rows, which are also looked up and merged."""
+
+
 TEN_GIGABIT = LinkSpeed(50e-6, 1.25e9)
 
 
@@ -249,7 +260,9 @@ class ClusterShape:
     tensors: TensorCost = field(default_factory=TensorCost)
 
     copy_bytes_per_s: float = 4e9
-    """Of a copy in memory: pushes and pulls at a server of the same host."""
+    """Of a copy in memory: pushes and pulls at a server of the same host, where `served` was not measured."""
+
+    served: ServerCost | None = None
 
     price: float | None = None
     """Of a host for an hour."""
@@ -656,22 +669,25 @@ def _add_server_terms(
     terms: dict[str, float], c: PlanCandidate, w: Workload, cluster: ClusterShape, hosts: int, slow: float
 ) -> None:
     """A worker pushes its gradients and pulls what was made of them; servers apply them in between."""
+    cost = cluster.served or ServerCost(0.0, cluster.copy_bytes_per_s, cluster.copy_bytes_per_s)
     rows = w.row_bytes / c.workers
-    moved = served_bytes(c.compress, w.gradient_bytes, rows)
-    copies_s = moved / cluster.copy_bytes_per_s
-    link_s = 0.0
+    dense_bytes, moved_rows = (
+        served_bytes(c.compress, *each) for each in ((w.gradient_bytes, 0.0), (0.0, rows))
+    )
+    moved, rows_s = dense_bytes + moved_rows, moved_rows / cost.row_bytes_per_s
+    copies_s, link_s = dense_bytes / cost.bytes_per_s + rows_s, cost.latency_s
     if hosts > 1:
         # A server's host takes in what the workers of all other hosts push, and gives out what they pull.
         far = c.workers - -(-c.workers // hosts)
         on_one = -(-c.servers // hosts)
-        link_s = max(1, on_one) / c.servers * far * moved / cluster.between.bytes_per_s
+        link_s += max(1, on_one) / c.servers * far * moved / cluster.between.bytes_per_s
         link_s += 2 * cluster.between.latency_s
     replicas = 2 if c.servers > 1 else 1
     parsed = strategies.parse(c.strategy)
     if parsed.mode == "hybrid":
         # Dense gradients are summed between the workers; rows alone are the servers'.
         row_share = rows / (w.gradient_bytes + rows)
-        moved, copies_s, link_s = moved * row_share, copies_s * row_share, link_s * row_share
+        copies_s, link_s = rows_s, link_s * row_share
         dense_s = all_reduce_s("auto", w.gradient_bytes, c.workers, cluster, hosts=hosts)
         terms["communication"] = (
             _exposed(dense_s, w.overlap, BACKWARD_SHARE * terms["compute"]) + copies_s + link_s + w.waiting_s
@@ -682,16 +698,17 @@ def _add_server_terms(
         terms["server"] = max(0.0, served_s - terms["compute"])
         return
     terms["apply"] = 0.0
+    # A server applies without neighbours that apply at the same time, and duplicate rows were merged before the
+    # push: the shorter of the two measured times.
+    apply_s = min(w.apply_alone_s or w.apply_s, w.apply_s)
     if parsed.is_exact:
         # Each push is copied and added to the sum, and the sum is applied once.
-        served_s = (c.workers * copies_s + w.apply_s * slow * replicas) / c.servers
+        served_s = (c.workers * copies_s + apply_s * slow * replicas) / c.servers
         terms["communication"] = copies_s + link_s + w.waiting_s
         terms["server"] = served_s
     else:
         # No worker waits for another: each push is an update of a slice, so a batch takes as many of them
-        # as there are workers. A server applies it without neighbours that apply at the same time, and
-        # duplicate rows were merged before the push: the shorter of the two measured times.
-        apply_s = min(w.apply_alone_s or w.apply_s, w.apply_s)
+        # as there are workers.
         served_s = (copies_s / 2 + apply_s * slow * replicas) / c.servers
         own_s = sum(terms.values()) + copies_s + link_s + ASYNC_WAITS * served_s
         terms["communication"] = copies_s + link_s

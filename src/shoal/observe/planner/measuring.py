@@ -32,6 +32,7 @@ from shoal.observe.planner.cost_model import (
     LinkSpeed,
     ModelLayer,
     PlanCandidate,
+    ServerCost,
     TensorCost,
     Workload,
     asks_for_dry_run,
@@ -384,6 +385,9 @@ class LinkTimes(NamedTuple):
     shards: Sequence[Mapping[str, float]]
     """Of models under fsdp and without, by bytes and number of parameters; empty where fsdp does not run."""
 
+    served: Sequence[Mapping[str, float]]
+    """Of models on one server, by bytes of dense parameters and of rows."""
+
 
 def with_links(cluster: ClusterShape, times: LinkTimes, num_workers: int) -> ClusterShape:
     """A cluster whose links within a host are as they were measured here."""
@@ -396,6 +400,22 @@ def with_links(cluster: ClusterShape, times: LinkTimes, num_workers: int) -> Clu
         exchanges=links | {SHARDS: unit},
         codecs=codecs_of(times.compressors, num_workers),
         tensors=costs,
+        served=served_of(times.served, num_workers) if times.served else None,
+    )
+
+
+def served_of(lines: Sequence[Mapping[str, float]], num_workers: int) -> ServerCost:
+    """What a server's steps cost beside the update, as the copies of workers and server by which the model explains them."""
+    small, large, rows = lines
+    copies = 2 * (1 + num_workers)  # of a push and a pull: by a worker, and by the server for each worker
+
+    def bandwidth(more: Mapping[str, float], num_bytes: float) -> float:
+        return copies * num_bytes / max(more["whole_s"] - small["whole_s"], 1e-9)
+
+    return ServerCost(
+        small["served_s"],
+        bandwidth(large, large["bytes"] - small["bytes"]),
+        bandwidth(rows, rows["row_bytes"]),
     )
 
 

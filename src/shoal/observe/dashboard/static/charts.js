@@ -1,16 +1,24 @@
-// Charts by Plotly, in the page's colours; and the lanes of workers, which are too many for it, on a canvas.
+// Charts: a sketch at once, Plotly's once its script is there; and the lanes of workers, which are too many for it, on a canvas.
 import { clear, colour } from "./dom.js";
+import { sketch } from "./sketch.js";
 
 const PALETTE = ["#0ea5e9", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#14b8a6", "#ec4899", "#84cc16", "#6366f1", "#f97316"];
 const drawn = new Map(); // key -> its div: kept over updates, so that a zoom stays
 
-// Plotly's script is large: a run is fetched and its figures are shown while it loads. By the window's load it has come, or never will; its
-// own error event is mostly over before this module runs.
-let isMissing = false;
-addEventListener("load", () => {
-  isMissing = !window.Plotly;
-  for (const div of drawn.values()) if (div.isConnected) div.redraw();
-});
+// Plotly's script has 4.8 MB and takes most of a second to run: it is asked for when the first charts are on the screen.
+let isAsked = false, isMissing = false;
+function askForPlotly() {
+  if (isAsked) return;
+  isAsked = true;
+  const script = document.createElement("script");
+  script.src = "/static/plotly.min.js";
+  script.onload = script.onerror = (event) => {
+    isMissing = event.type === "error";
+    for (const div of drawn.values()) setTimeout(() => { if (div.isConnected) div.redraw(); }); // one after the other: clicks get through
+  };
+  // After the frame that shows them.
+  requestAnimationFrame(() => setTimeout(() => document.head.append(script)));
+}
 
 export function seriesColour(index) { return PALETTE[index % PALETTE.length]; }
 export function forgetCharts() { for (const div of drawn.values()) window.Plotly?.purge(div); drawn.clear(); }
@@ -33,7 +41,16 @@ export function chart(key, traces, { x = "", y = "", log = false, small = false,
     showlegend: traces.filter((trace) => trace.showlegend !== false).length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11.5 } },
     uirevision: key, barmode: "group", shapes, bargap: 0.25,
   };
-  div.redraw = () => isMissing ? (div.textContent = "No chart: Plotly's script could not be loaded.") : window.Plotly?.react(div, traces.map(plain), layout, { displayModeBar: false, responsive: true, locale: "en" });
+  div.redraw = () => {
+    if (window.Plotly) {
+      if (div.querySelector(".sketch")) clear(div);
+      window.Plotly.react(div, traces.map(plain), layout, { displayModeBar: false, responsive: true, locale: "en" });
+      return;
+    }
+    const note = isMissing ? "Plotly's script could not be loaded: no zoom, no values under the pointer." : "";
+    sketch(div, traces, { x, y, isLog: log, fromZero, bars, lines: shapes, style: { line: grid, quiet }, note });
+    askForPlotly();
+  };
   // A chart is measured when it is drawn: it has to be in the page then.
   if (isNew || !div.isConnected) requestAnimationFrame(() => { if (div.isConnected) div.redraw(); }); else div.redraw();
   return div;

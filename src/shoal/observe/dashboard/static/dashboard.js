@@ -8,6 +8,8 @@ const live = document.getElementById("live");
 let place = null; // what is shown
 let source = null;
 let isFetching = false, isStale = false, isOver = false;
+let restsUntil = 0; // by performance.now()
+const MAX_SHARE = 0.2; // of its time that a page spends on updates: often the browser shares its cores with the workers
 
 function read() {
   const [, kind, name, page] = location.pathname.split("/").map(decodeURIComponent);
@@ -33,7 +35,7 @@ async function show() {
   forgetCharts();
   navigation();
   clear(main).append(element("p", { class: "quiet" }, "reading …"));
-  main.dataset.ready = "";
+  main.dataset.ready = main.dataset.version = "";
   if (place.kind !== "run") clear(document.getElementById("run"));
   document.title = place.kind === "run" ? `${place.name} · ${place.page} · shoal` : "shoal";
   await refresh();
@@ -44,10 +46,13 @@ async function show() {
 async function refresh() {
   if (isFetching) { isStale = true; return; }
   isFetching = true;
-  const asked = place;
+  const asked = place, began = performance.now();
   try {
     if (asked.kind === "runs") await listRuns(main);
-    else if (asked.kind === "compare") await compareRuns(main);
+    else if (asked.kind === "compare") {
+      isOver = (await compareRuns(main)).every((run) => run.head.state !== "alive");
+      if (source?.readyState === EventSource.OPEN) connected();
+    }
     else {
       const view = await get(`/api/run/${encodeURIComponent(asked.name)}/${asked.page}`);
       if (asked === place) {
@@ -66,8 +71,16 @@ async function refresh() {
     if (asked === place && !(hasEnded && main.dataset.ready)) clear(main).append(element("p", { class: "notice bad" }, hasEnded ? "The dashboard ended, or cannot be reached." : text(error.message)));
   } finally {
     isFetching = false;
-    if (isStale || asked !== place) { isStale = false; refresh(); }
+    restsUntil = performance.now() + (performance.now() - began) * (1 / MAX_SHARE - 1);
+    if (asked !== place) { isStale = false; refresh(); } else if (isStale) { isStale = false; update(); }
   }
+}
+
+// A change: fetched at once, or after the rest; what changes meanwhile comes with it.
+let waiting = 0;
+function update() {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => { if (document.hidden) isStale = true; else refresh(); }, restsUntil - performance.now());
 }
 
 function listen() {
@@ -76,12 +89,12 @@ function listen() {
   if (!names.length) { live.textContent = ""; live.className = "live"; return; }
   source = new EventSource(`/api/stream?runs=${names.map(encodeURIComponent).join(",")}`);
   source.onopen = connected;
-  source.onmessage = () => { if (!document.hidden) refresh(); else isStale = true; };
+  source.onmessage = (event) => { if (event.data !== main.dataset.version) update(); }; // the first one mostly tells of what is shown
   source.onerror = ended;
 }
 
 // A run that is over may be resumed: the page goes on listening, and does not call it live.
-function connected() { const is = place.kind === "run" && isOver; live.className = is ? "live" : "live on"; live.textContent = is ? "ended" : "live"; }
+function connected() { live.className = isOver ? "live" : "live on"; live.textContent = isOver ? "ended" : "live"; }
 function ended() { live.className = "live off"; live.textContent = "dashboard ended"; }
 
 document.addEventListener("visibilitychange", () => { if (!document.hidden && isStale) { isStale = false; refresh(); } });

@@ -86,16 +86,16 @@ function servers(main, view) {
   for (const server of found) for (const [name, rows] of Object.entries(server.rows)) tables[name] = (tables[name] || 0) + rows;
   const series = Object.entries(view.series).filter(([, each]) => each.at.length);
   const lines = (key) => series.map(([name, each], index) => ({ type: "scatter", mode: "lines", name, x: each.at, y: each[key], line: { color: seriesColour(index), width: 1.8 }, connectgaps: true }));
-  const stale = Object.entries(view.staleness);
+  const stale = Object.entries(view.staleness), from = `seconds from ${view.head.state === "alive" ? "now" : "the end"}`;
   into(main, ...notices(view),
     element("div", { class: "cards" }, card("servers", count(found.length), view.head.state), ...(view.row_cache_hit_rate == null ? [] : [card("row cache", percent(view.row_cache_hit_rate), "of rows found at the worker")]), card("slots", count(view.num_slots), `${text(view.replicas)} cop${view.replicas === 1 ? "y" : "ies"} of each`), card("rows", count(Object.values(tables).reduce((a, b) => a + b, 0)), `in ${Object.keys(tables).length} table${Object.keys(tables).length === 1 ? "" : "s"}, copies included`), card("memory", bytes(found.reduce((sum, server) => sum + (server.rss_bytes || 0), 0)), "resident, all servers")),
     panel("Servers", "last 30 s", table([["server"], ["state"], ["primary", "number"], ["replica", "number"], ["filling", "number"], ["load", "number"], ["queue", "number"], ["in", "number"], ["out", "number"], ["memory", "number"], ["restarts", "number"], ["tables", "wrap"]],
       found.map((server) => [server.process, badge(server.state), count(server.primary), count(server.replica), count(server.filling), percent(server.load), seconds(server.queue_s), bytes(server.received_per_s, "/s"), bytes(server.sent_per_s, "/s"), bytes(server.rss_bytes), count(server.restarts), Object.entries(server.rows).map(([name, rows]) => `${name} ${count(rows)} rows`).join(", ") || "–"]))),
     element("div", { class: "columns" },
       panel("Staleness", "how old the weights of a push were, in clocks", stale.length ? chart("staleness", [{ type: "bar", x: stale.map(([age]) => age), y: stale.map(([, number]) => number), marker: { color: seriesColour(3) }, name: "pushes" }], { x: "clocks behind", y: "pushes", bars: true, small: true }) : empty("none recorded: an exact strategy has no stale weights")),
-      panel("Queue delay", "ms", series.length ? chart("queue", lines("queue_ms"), { x: "seconds", small: true, fromZero: true }) : empty("no activity recorded")),
-      panel("Bytes per second", "in and out", series.length ? chart("bytes", lines("bytes_per_s"), { x: "seconds", small: true, fromZero: true }) : empty("no activity recorded")),
-      panel("Load", "share of time at work", series.length ? chart("load", lines("load"), { x: "seconds", small: true, fromZero: true }) : empty("no activity recorded"))));
+      panel("Queue delay", "ms", series.length ? chart("queue", lines("queue_ms"), { x: from, small: true, fromZero: true }) : empty("no activity recorded")),
+      panel("Bytes per second", "in and out", series.length ? chart("bytes", lines("bytes_per_s"), { x: from, small: true, fromZero: true }) : empty("no activity recorded")),
+      panel("Load", "share of time at work", series.length ? chart("load", lines("load"), { x: from, small: true, fromZero: true }) : empty("no activity recorded"))));
 }
 
 function data(main, view) {
@@ -133,14 +133,17 @@ function shardLegend(epochs) {
 }
 
 const HIDDEN = new Set(["time", "monotonic", "event"]);
-// {"0": {"primary": 128}} as "0 (primary 128)".
+// {"0": {"primary": 128, "filling": 0}} as "0 (primary 128)".
 function facts(value) {
   if (value === null || typeof value !== "object") return text(value);
-  return Object.entries(value).map(([name, each]) => (each !== null && typeof each === "object" ? `${name} (${facts(each)})` : Array.isArray(value) ? text(each) : `${name} ${each}`)).join(", ");
+  if (Array.isArray(value)) return value.map(facts).join(", ");
+  return Object.entries(value).filter(([, each]) => each !== 0).map(([name, each]) => (each !== null && typeof each === "object" ? `${name} (${facts(each)})` : `${name} ${each}`)).join(", ");
 }
+// The first incarnation, and a view for which nobody had state to give: nothing to tell.
+const isUsual = (name, value) => (name === "incarnation" && value === 0) || (["donor", "finished"].includes(name) && value === -1);
 const processOf = (event) => (typeof event.rank === "number" ? `worker-${event.rank}` : typeof event.server === "number" ? `server-${event.server}` : text(event.event).split("-")[0]);
 function eventRow(event, deaths) {
-  const told = Object.entries(event).filter(([name]) => !HIDDEN.has(name)).map(([name, value]) => `${name} ${value !== null && typeof value === "object" ? facts(value) : typeof value === "number" ? Number(value.toPrecision(6)) : value}`).join(", ");
+  const told = Object.entries(event).filter(([name, value]) => !HIDDEN.has(name) && !isUsual(name, value)).map(([name, value]) => `${name} ${value !== null && typeof value === "object" ? facts(value) : typeof value === "number" ? Number(value.toPrecision(6)) : value}`).join(", ");
   // Servers are killed when a job is over: an exit is bad where the server calls it a death.
   const bad = /-exited$/.test(event.event) ? deaths.has(`${processOf(event)} ${event.time}`) : /lost|fault|failed|skip/.test(event.event);
   return [clock(event.time), badge(text(event.event), bad ? "bad" : /replaced|live|resumed/.test(event.event) ? "good" : "plain"), told];
@@ -179,9 +182,9 @@ async function graph(main, view) {
   const held = main.querySelector(".drawing");
   const [left, top] = held ? [held.scrollLeft, held.scrollTop] : [null, 0];
   into(main, ...notices(view),
-    element("div", { class: "cards" }, card("layers", count(layers.length), `${count((recorded.edges || []).length)} edges`), card("parameters", short(layers.reduce((sum, layer) => sum + (layer.parameters || 0), 0)), bytes(layers.reduce((sum, layer) => sum + (layer.parameter_bytes || 0), 0))), card("communication", bytes(sent), "a step, as the strategy inserted it"), card("measured", bytes(view.exchange.sent_bytes_per_step), view.exchange.exchange ? `gradients a step, ${view.exchange.exchange}` : "")),
+    element("div", { class: "cards" }, card("layers", count(layers.length), `${count((recorded.edges || []).length)} edges`), card("parameters", short(layers.reduce((sum, layer) => sum + (layer.parameters || 0), 0)), bytes(layers.reduce((sum, layer) => sum + (layer.parameter_bytes || 0), 0))), card("communication", bytes(sent), "a step, as the strategy inserted it"), view.exchange.exchange ? card("measured", bytes(view.exchange.sent_bytes_per_step), `gradients a step, ${view.exchange.exchange}`) : ""),
     panel("Graph", text(recorded.note), element("div", { class: "legend" }, ...[["source", "#60a5fa"], ["on servers", "#c084fc"], ["cut over workers", "#f59e0b"]].map(([label, tint]) => element("span", {}, element("i", { style: { background: tint } }), label)), element("a", { href: `/graph/${encodeURIComponent(view.head.name)}.svg`, download: `${view.head.name}.svg` }, "SVG")), element("div", { style: { height: "8px" } }), element("div", { class: "drawing" }, document.importNode(drawing, true))),
-    ...(Object.keys(by).length ? [panel("Communication the strategy inserted", "bytes per step", table([["what"], ["bytes", "number"]], Object.entries(by).map(([what, number]) => [what, number ? bytes(number) : "as many as a batch touches"])))] : []),
+    ...(Object.keys(by).length ? [panel("Communication the strategy inserted", "bytes per step", table([["what", "wrap"], ["bytes", "number"]], Object.entries(by).map(([what, number]) => [what, number ? bytes(number) : "as many as a batch touches"])))] : []),
     panel("Layers", "", table([["layer"], ["kind"], ["output"], ["parameters", "number"], ["where"], ["how", "wrap"]], layers.map((layer) => [layer.name, layer.kind, layer.shape, count(layer.parameters), layer.where, layer.how]))));
   const box = main.querySelector(".drawing");
   box.scrollTop = top;
@@ -215,6 +218,7 @@ export async function compareRuns(main) {
   into(main, boxes, axis, element("div", { style: { height: "12px" } }), ...(view.runs.length ? [
     element("div", { class: "columns" }, panel("Loss", "mean of each bucket", chart("compare-loss", loss, { x: overTime ? "seconds" : "step" })), panel("Samples per second", "", chart("compare-rate", rate, { x: overTime ? "seconds" : "step", fromZero: true }))),
     panel("Results", "★ fastest", table([[""], ...names], rows)), panel("Settings that differ", "", differing.length ? table([["setting"], ...names], differing) : empty("none"))] : [empty("Choose runs above.")]));
+  return view.runs;
 }
 compareRuns.chosen = () => [...chosen];
 
