@@ -39,6 +39,7 @@ _ARGUMENTS = {
     "resume_from_checkpoint": "resume",
     "ckpt_path": "resume",
     "verbose": "progress",
+    "train_op": "optimizer",
     "monitor": "best",
     "save_top_k": "keep_last",
     "save_total_limit": "keep_last",
