@@ -99,7 +99,9 @@ if sys.excepthook is sys.__excepthook__ and not sys.flags.dev_mode:
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'shoal' has no attribute '{name}'")
+        raise AttributeError(
+            f"module 'shoal' has no attribute '{name}'", name=name, obj=sys.modules[__name__]
+        )
     module = importlib.import_module(home)
     value = module if home == f"shoal.{name}" else getattr(module, name)
     globals()[name] = value

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -103,11 +103,12 @@ class EstimatorConfig:
 RunConfig = EstimatorConfig
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class EstimatorSpec:
     """Result of a model_fn."""
 
     mode: ModeKeys
+    _: KW_ONLY
     model: nn.Module
     loss: Any = None
     """Needed to train and to evaluate: a name or a function of (output, labels), as Trainer(loss=) takes it."""

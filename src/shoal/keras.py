@@ -60,6 +60,7 @@ class KerasModule(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._call: Callable[..., Any] = model.stateless_call
+        self._takes_training: bool = model._call_has_training_arg
         self._trained = [each.path for each in model.trainable_variables]
         self._kept = [each.path for each in model.non_trainable_variables]
         # State of random generators is no state to average: it is drawn from torch's, which shoal seeds by rank and step.
@@ -85,7 +86,8 @@ class KerasModule(nn.Module):
             for path in self._kept
         ]
         trained = [getattr(self, path) for path in self._trained]
-        output, changed = self._call(trained, kept, inputs, training=self.training)
+        mode = {"training": self.training} if self._takes_training else {}
+        output, changed = self._call(trained, kept, inputs, **mode)
         if self.training:
             for path, value in zip(self._kept, changed, strict=True):
                 if path not in self._seeds and value is not getattr(self, path):
@@ -165,6 +167,8 @@ class DistributedModel:
             raise ConfigError(
                 "the Keras model is not compiled. Nothing was trained; call model.compile(optimizer=..., loss=...) first."
             )
+        if callbacks is not None and not isinstance(callbacks, (list, tuple)):
+            callbacks = [callbacks]  # as Keras takes one
         for each in callbacks or ():
             if not isinstance(each, Callback):
                 raise ConfigError(

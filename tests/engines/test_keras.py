@@ -99,7 +99,7 @@ def test_weights_and_losses_set_after_a_fit_are_those_that_count(start: Callable
         def on_epoch_end(self, trainer: Any, logs: dict[str, float]) -> None:
             seen.append(trainer.step)
 
-    ours.fit(x, y, shuffle=False, callbacks=[Watching()])  # with the moments of the fit before
+    ours.fit(x, y, shuffle=False, callbacks=Watching())  # with the moments of the fit before
     plain.fit(x, y, shuffle=False, verbose=0)
     ours.fit(x, y, shuffle=False)
     plain.fit(x, y, shuffle=False, verbose=0)
@@ -109,6 +109,34 @@ def test_weights_and_losses_set_after_a_fit_are_those_that_count(start: Callable
     for model in (ours, plain):
         model.compile(optimizer=model.optimizer, loss="mae")
     assert ours.evaluate(x, y) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_ones_own_class_trains_as_by_keras_alone(keras: Any, start: Callable[..., Any]) -> None:
+    import numpy as np
+
+    import shoal
+
+    class Own(keras.Model):  # type: ignore[misc]
+        """One layer, called without a word of training."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+    x, y = _data()
+    trained = []
+    for is_plain in (True, False):
+        keras.utils.set_random_seed(0)
+        model = Own() if is_plain else shoal.keras.distribute(Own(), progress=False)
+        model.compile(optimizer="sgd", loss="mse")
+        model.fit(x, y, epochs=2, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+    for one, other in zip(*trained, strict=True):
+        assert np.allclose(one, other, atol=1e-5)
 
 
 def test_a_host_without_the_run_directory_is_refused(

@@ -73,6 +73,7 @@ def test_names_and_arrays_train_what_objects_and_datasets_do() -> None:
             "Did you mean 'sparse_categorical_crossentropy'",
         ),
         (lambda: trainer(loss=nn.CrossEntropyLoss), r"is a class.*write loss=CrossEntropyLoss\(\)"),
+        (lambda: shoal.Dataset((X, Y)), r"made by one of its from_ methods, and was given a tuple"),  # type: ignore[arg-type]
         (lambda: trainer(callbacks=EMA()), "callbacks must be a list, got EMA alone"),
         (lambda: trainer(metrics=["acc"]), "Did you mean 'accuracy'"),
         (lambda: trainer().fit(X.tolist(), Y.tolist()), r"make arrays of lists, numpy.asarray\(x\)"),

@@ -117,6 +117,11 @@ class Dataset:
     """
 
     def __init__(self, source: Source | Stream, order: Order | None = None) -> None:
+        if not isinstance(source, (Source, Stream)):
+            raise ConfigError(
+                f"a Dataset is made by one of its from_ methods, and was given a {type(source).__name__}. Nothing was started; write "
+                "shoal.Dataset.from_arrays((x, y)), from_torch, from_parquet, from_generator ..."
+            )
         self._source = source
         self._access: tuple[Reader, Order] | None = None
         if isinstance(source, Source):

@@ -6,15 +6,12 @@ import inspect
 import re
 import sys
 from difflib import get_close_matches
+from types import ModuleType
 
 from shoal.config import job as jobs
 
 _UNKNOWN_ARGUMENT = re.compile(r"^(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'")
-_UNKNOWN_NAME = re.compile(
-    r"^(?:module 'shoal(?P<module>\.\w+)?' has no attribute '(?P<name>\w+)'|cannot import name '(?P<imported>\w+)' from 'shoal' "
-    r"|'Trainer' object has no attribute '(?P<called>\w+)'|(?:type object 'Dataset'|'Dataset' object) has no attribute '(?P<data>\w+)'"
-    r"|'Batches' object has no attribute '(?P<batched>\w+)')"
-)
+_UNKNOWN_IMPORT = re.compile(r"^cannot import name '(\w+)' from 'shoal' ")
 
 _ARGUMENTS = {
     "learning_rate": "lr",
@@ -39,6 +36,7 @@ _ARGUMENTS = {
     "resume_from_checkpoint": "resume",
     "ckpt_path": "resume",
     "verbose": "progress",
+    "train_op": "optimizer",
     "monitor": "best",
     "save_top_k": "keep_last",
     "save_total_limit": "keep_last",
@@ -63,61 +61,68 @@ _ADVICE = {
 """Arguments of other libraries that are no argument here."""
 
 _NAMES = {
-    **dict.fromkeys(
-        ("init", "init_process_group", "shutdown", "destroy_process_group"),
-        "leave it out: `shoal run` sets the workers up before the script begins, and ends them after it",
-    ),
-    **dict.fromkeys(("size", "world_size", "get_world_size"), "did you mean shoal.num_workers()?"),
-    **dict.fromkeys(("get_rank", "local_rank"), "did you mean shoal.rank()?"),
-    **dict.fromkeys(
-        (
-            "Accelerator",
-            "DistributedDataParallel",
-            "DistributedOptimizer",
-            "broadcast_optimizer_state",
-            "broadcast_parameters",
-            "distributed_model",
-            "distributed_optimizer",
-            "fleet",
-            "prepare",
+    "shoal": {
+        **dict.fromkeys(
+            ("init", "init_process_group", "shutdown", "destroy_process_group"),
+            "leave it out: `shoal run` sets the workers up before the script begins, and ends them after it",
         ),
-        "a loop of your own takes one call: model, optimizer, data = shoal.setup(model, optimizer, data)",
+        **dict.fromkeys(("size", "world_size", "get_world_size"), "did you mean shoal.num_workers()?"),
+        **dict.fromkeys(("get_rank", "local_rank"), "did you mean shoal.rank()?"),
+        **dict.fromkeys(
+            (
+                "Accelerator",
+                "DistributedDataParallel",
+                "DistributedOptimizer",
+                "broadcast_optimizer_state",
+                "broadcast_parameters",
+                "distributed_model",
+                "distributed_optimizer",
+                "fleet",
+                "prepare",
+            ),
+            "a loop of your own takes one call: model, optimizer, data = shoal.setup(model, optimizer, data)",
+        ),
+        "elastic": "leave it out: a dead worker is replaced, and `shoal scale` changes the number of workers",
+        "distribute": "a strategy is chosen at launch: shoal run --strategy ddp train.py",
+        **dict.fromkeys(("kv", "kvstore"), "did you mean shoal.ps.connect()?"),
+        "allreduce": "did you mean shoal.reduce(x), a sum over the workers, or shoal.collectives.all_reduce?",
+        "LightningModule": "a plain nn.Module does: shoal.Trainer(model, loss=..., optimizer=...)",
+        "TrainingArguments": _ADVICE["args"],
+    },
+    "shoal.keras": {"Sequential": "models are built with keras; shoal.keras has distribute(model)"},
+    "shoal.estimator": dict.fromkeys(
+        ("DNNClassifier", "DNNRegressor", "LinearClassifier", "LinearRegressor", "BoostedTreesClassifier"),
+        "shoal.estimator has no ready-made models: give Estimator a model_fn that returns an EstimatorSpec",
     ),
-    "elastic": "leave it out: a dead worker is replaced, and `shoal scale` changes the number of workers",
-    "distribute": "a strategy is chosen at launch: shoal run --strategy ddp train.py",
-    **dict.fromkeys(("kv", "kvstore"), "did you mean shoal.ps.connect()?"),
-    "allreduce": "did you mean shoal.reduce(x), a sum over the workers, or shoal.collectives.all_reduce?",
-    "LightningModule": "a plain nn.Module does: shoal.Trainer(model, loss=..., optimizer=...)",
-    "TrainingArguments": _ADVICE["args"],
-}
-"""What `shoal.<name>` of other libraries is here."""
-
-_METHODS = {
-    "train": "did you mean trainer.fit(data, epochs=...)?",
-    **dict.fromkeys(("test", "validate"), "did you mean trainer.evaluate(data)?"),
-    "compile": "loss=, optimizer= and metrics= are arguments of shoal.Trainer(model, ...)",
-    **dict.fromkeys(("save_model", "save_weights"), "did you mean trainer.save(path)?"),
-    **dict.fromkeys(("load_from_checkpoint", "load_weights"), "did you mean trainer.load(path)?"),
-    "state_dict": "did you mean trainer.model.state_dict(), or trainer.save(path) under any strategy?",
-    "load_state_dict": "did you mean trainer.load(state_dict)?",
-}
-"""What `trainer.<name>` of other libraries is here."""
-
-_DATA = {
-    **dict.fromkeys(
-        ("from_tensor_slices", "from_tensors", "from_numpy"),
-        "did you mean shoal.Dataset.from_arrays((x, y))?",
+    "Trainer": {
+        "train": "did you mean trainer.fit(data, epochs=...)?",
+        **dict.fromkeys(("test", "validate"), "did you mean trainer.evaluate(data)?"),
+        "compile": "loss=, optimizer= and metrics= are arguments of shoal.Trainer(model, ...)",
+        **dict.fromkeys(("save_model", "save_weights"), "did you mean trainer.save(path)?"),
+        **dict.fromkeys(("load_from_checkpoint", "load_weights"), "did you mean trainer.load(path)?"),
+        "state_dict": "did you mean trainer.model.state_dict(), or trainer.save(path) under any strategy?",
+        "load_state_dict": "did you mean trainer.load(state_dict)?",
+    },
+    "Dataset": {
+        **dict.fromkeys(
+            ("from_tensor_slices", "from_tensors", "from_numpy"),
+            "did you mean shoal.Dataset.from_arrays((x, y))?",
+        ),
+        **dict.fromkeys(
+            ("from_pandas", "from_dataframe"), "a DataFrame is taken as it is: trainer.fit(frame, y)"
+        ),
+    },
+    "Batches": dict.fromkeys(
+        ("shuffle", "split", "take", "filter", "repeat", "skip"),
+        "it comes before batch: data.shuffle(seed=0).batch(32)",
     ),
-    **dict.fromkeys(
-        ("from_pandas", "from_dataframe"), "a DataFrame is taken as it is: trainer.fit(frame, y)"
-    ),
+    "Kv": {
+        **dict.fromkeys(("init", "create"), 'a table is declared first: kv.table("weights", dim=8)'),
+        "set_optimizer": 'the servers update a table by its rule: kv.table("weights", dim=8, rule="adagrad", lr=0.1)',
+        "row_sparse_pull": 'did you mean kv.pull("weights", ids)?',
+    },
 }
-"""What methods of a dataset are here."""
-
-_MODULES = {
-    ".keras": "models are built with keras; shoal.keras has distribute(model)",
-    ".estimator": "shoal.estimator has no ready-made models: give Estimator a model_fn that returns an EstimatorSpec",
-}
+"""By module or class of shoal: what a name of other libraries is here."""
 
 _WITH_MORE_NAMES = ("callbacks", "collectives", "estimator", "nn", "data")
 
@@ -129,21 +134,10 @@ def hint_for(error: BaseException) -> str | None:
         return _of_argument(*argument.groups())
     if isinstance(error, TypeError) and said.startswith("Dataset.from_arrays() takes 2 positional"):
         return "did you mean shoal.Dataset.from_arrays((x, y)), with a tuple?"
-    if isinstance(error, (AttributeError, ImportError)) and (name := _UNKNOWN_NAME.search(said)):
-        if name["called"]:
-            return _METHODS.get(name["called"])
-        if name["data"]:
-            return _DATA.get(name["data"])
-        if name["batched"]:
-            is_before = hasattr(sys.modules["shoal"].Dataset, name["batched"])
-            return (
-                f"{name['batched']} comes before batch: data.{name['batched']}(...).batch(32)"
-                if is_before
-                else None
-            )
-        if name["module"]:
-            return _MODULES.get(name["module"])
-        return _of_name(name["name"] or name["imported"])
+    if isinstance(error, ImportError) and (name := _UNKNOWN_IMPORT.search(said)):
+        return _of_name(sys.modules["shoal"], name[1])
+    if isinstance(error, AttributeError) and error.name is not None:
+        return _of_name(error.obj, error.name)
     if not jobs.has_several_workers() or sys.stdin is None or sys.stdin.isatty():
         return None
     if isinstance(error, EOFError) and "when reading a line" in said:
@@ -166,7 +160,9 @@ def _of_argument(owner: str, method: str, given: str) -> str | None:
     hint = f"{shown} takes {', '.join(known)}"
     if given in _ADVICE and given not in known:
         return f"{_ADVICE[given]}. {hint}"
-    others = [name for name, each in vars(kind).items() if callable(each) and meant in _parameters(each)]
+    others = [
+        name for name, each in vars(kind).items() if inspect.isfunction(each) and meant in _parameters(each)
+    ]
     if meant not in known and others:
         return f"did you mean {meant}= of {_shown(owner, others[0])}? {hint}"
     close = get_close_matches(meant, known, n=1)
@@ -181,10 +177,17 @@ def _shown(owner: str, method: str) -> str:
     return owner if method == "__init__" else f"{owner}.{method}"
 
 
-def _of_name(given: str) -> str | None:
-    if given in _NAMES:
-        return _NAMES[given]
+def _of_name(owner: object, given: str) -> str | None:
+    if isinstance(owner, ModuleType):
+        known = _NAMES.get(owner.__name__, {})
+    else:
+        kind = owner if isinstance(owner, type) else type(owner)
+        known = _NAMES.get(kind.__name__, {}) if kind.__module__.startswith("shoal.") else {}
+    if given in known:
+        return known[given]
     shoal = sys.modules["shoal"]
+    if owner is not shoal:
+        return None
     for module in _WITH_MORE_NAMES:
         if given in dir(getattr(shoal, module)):
             return f"did you mean shoal.{module}.{given}?"

@@ -695,9 +695,9 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     May be called again: for another model, or with the same two for other data.
     """
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
-        given = ", ".join(type(each).__name__ for each in (model, optimizer, data))
         raise ConfigError(
-            f"shoal.setup takes a module, an optimizer and data, in this order, and got {given}. Nothing was changed; write "
+            "shoal.setup takes a module, an optimizer and data, in this order, and got "
+            f"{', '.join(type(each).__name__ for each in (model, optimizer, data))}. Nothing was changed; write "
             "shoal.setup(model, optimizer, data)."
         )
     batches = batches_of(data, what="setup", seed=jobs.current().seed, may_be_endless=True)
