@@ -6,8 +6,11 @@ That cluster is of namespaced hosts, with cores, memory and GPUs by its own word
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +23,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "hosts"))
 
 import namespaces
+import test_ssh
 from slurm_cluster import SlurmCluster, unsupported
 
 from waiting import wait_until
@@ -140,6 +144,45 @@ def test_the_commands_that_name_a_cluster_run_on_it_as_they_stand(
             done = hosts[0].run(words, 300, check=False, cwd=folder, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "trained on 8 workers" in done.stdout
+
+
+@pytest.mark.matrix
+def test_the_queue_over_two_hosts_runs_as_it_stands(installed: Callable[[str], None]) -> None:
+    installed("mpi")  # with the other engines, by `make matrix`
+    if reason := namespaces.unsupported() or (
+        "" if test_ssh.SSHD else "openssh-server is not installed here"
+    ):
+        pytest.skip(reason)
+    [command] = blocks(name_a_cluster=True)["Several jobs"].splitlines()
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        env = prepared(folder)
+        hosts = stack.enter_context(namespaces.Cluster(2, folder / "hosts"))
+        for number, host in enumerate(hosts):
+            host.run(["ip", "addr", "add", f"10.0.0.{1 + number}/24", "dev", "eth0"])
+            host.write("/etc/hosts", host.read("/etc/hosts") + "10.0.0.2 node2\n")
+        ssh = test_ssh.start_sshd(hosts[1], folder).replace("ssh", shutil.which("ssh") or "", 1)
+        (folder / "bin/ssh").write_text(f'#!/bin/sh\nexec {ssh} -o HostName={hosts[1].address} "$@"\n')
+        (folder / "bin/ssh").chmod(0o755)
+
+        def jobs(*words: str) -> subprocess.CompletedProcess[str]:
+            return hosts[0].run(["shoal", "jobs", *words], 60, check=False, cwd=folder, env=env)
+
+        def states() -> list[str]:
+            return [job["state"] for job in json.loads(jobs("list", "--json").stdout)]
+
+        runner = hosts[0].popen(["bash", "-c", command], cwd=folder, env=env)
+        # Until the runner has told of its hosts, a job for two could never run.
+        assert wait_until(
+            lambda: jobs("submit", "--hosts", "2", "--", "-n", "2", "train.py").returncode == 0, 60
+        )
+        assert wait_until(lambda: states() in (["finished"], ["failed"]), 150)
+        runner.send_signal(signal.SIGINT)
+        runner.wait(30)
+        log = next((folder / "runs/queue/logs").iterdir()).read_text()
+        assert states() == ["finished"], log
+        assert "trained on 2 workers" in log
+        assert "node2" in log
 
 
 def start_ray(hosts: Sequence[namespaces.Host], env: dict[str, str]) -> None:
