@@ -204,12 +204,17 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("words", [(), ("stubborn",)])
-def test_interrupted_programs_end_and_are_not_started_again(tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("words", "signum"), [((), signal.SIGINT), (("stubborn",), signal.SIGINT), ((), signal.SIGTERM)]
+)
+def test_interrupted_programs_end_and_are_not_started_again(
+    tmp_path: Path, words: tuple[str, ...], signum: signal.Signals
+) -> None:
     process, programs = endless_run(tmp_path, *words)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     _, said = process.communicate(timeout=120)
-    assert (process.returncode, said) == (130, b"stopped by SIGINT; no output was written.\n")
+    assert process.returncode == 128 + signum
+    assert said.decode() == f"stopped by {signum.name}; no output was written.\n"
     assert not any(map(is_running, programs))
     assert len((tmp_path / "runs").read_text().splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["endless.py", "in", "runs"]

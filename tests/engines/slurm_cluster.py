@@ -32,7 +32,7 @@ def unsupported() -> str:
 class SlurmCluster:
     """Ends with `close`; `env` is what its commands need."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, num_cpus: int = NUM_CPUS) -> None:
         folder.chmod(0o755)  # munged refuses a socket below a folder that others may write
         self.folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -42,6 +42,11 @@ class SlurmCluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
         name = platform.node()
+        (folder / "gres.conf").write_text(
+            f"Name=gpu File={folder}/gpu[0-7]\n"
+        )  # files in the place of devices
+        for number in range(8):
+            (folder / f"gpu{number}").touch()
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         conf.write_text(
             f"""ClusterName=shoal
@@ -71,9 +76,11 @@ JobRequeue=1
 KillWait=15
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,requeue_delay=1
-NodeName={name} NodeAddr=127.0.0.1 CPUs={NUM_CPUS} State=UNKNOWN
+GresTypes=gpu
+NodeName={name} NodeAddr=127.0.0.1 CPUs={num_cpus} RealMemory=200000 Gres=gpu:8 State=UNKNOWN
 PartitionName=low Nodes={name} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
 PartitionName=high Nodes={name} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=gpu Nodes={name} MaxTime=INFINITE State=UP PriorityTier=1
 """
         )
         self._start(

@@ -173,6 +173,13 @@ def test_an_address_that_a_killed_ray_left_behind_is_not_waited_for(
         assert ray_session._running() == address
 
 
+def test_no_ray_is_started_only_to_show_its_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert ray_session.queue("") == []
+
+
 def test_a_ray_of_ones_own_is_forgotten_where_another_is_connected_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

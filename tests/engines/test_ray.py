@@ -301,6 +301,29 @@ def test_a_script_has_its_aggregate_from_tasks_of_ray_with_the_bytes_of_local_pr
     )
 
 
+def test_tasks_on_a_ray_without_cpus_are_refused_and_not_waited_for(
+    installed: Callable[[str], None], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    installed("ray")
+    (tmp_path / "in").write_text("a\n")
+    port = _free_port()
+    program = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "map-reduce",
+        "--on",
+        f"ray:127.0.0.1:{port}",
+        "--mapper",
+        "cat",
+    ]
+    with _ray_head(tmp_path_factory.mktemp("no-cpus"), [f"--port={port}", "--num-cpus=0"]):
+        job = EngineJob(tmp_path / "job", ["../in", "../out"], {}, program=program)
+        assert job.wait() == 2, job.output()
+    assert "a task needs 1 CPU, and this Ray has 0 and no autoscaler" in job.output()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "job"]
+
+
 def test_map_reduce_runs_as_tasks_and_a_failed_one_is_run_again(ray_address: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_text("b\t1\na\t2\nb\t3\n")
     (tmp_path / "once.sh").write_text("#!/bin/sh\n[ -e failed ] && exec cat\ntouch failed; exit 7\n")

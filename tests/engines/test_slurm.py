@@ -98,6 +98,15 @@ def test_more_than_the_cluster_has_is_refused_with_both_numbers(
     assert "It has 1 of 4 CPUs" in job.output()
 
 
+def test_a_job_that_waits_in_the_queue_is_named_with_the_reason(
+    slurm: SlurmCluster, start_job: Callable[..., EngineJob]
+) -> None:
+    options = ["-n", "2", "--hosts", "2", "--on", "slurm", "--resources", "worker:cpus=4"]
+    job = start_job(*options, "--join-timeout", "5", str(TRAINING), "nowhere", env=slurm.env)
+    assert job.wait() == 3, job.output()
+    assert "is PENDING: Resources)" in job.output()
+
+
 def test_a_slurm_that_does_not_answer_is_named(
     slurm: SlurmCluster, start_job: Callable[..., EngineJob], tmp_path: Path
 ) -> None:

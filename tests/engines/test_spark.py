@@ -170,10 +170,7 @@ def test_settings_of_the_site_beat_those_of_shoal_and_their_java_options_are_kep
 def test_a_standalone_master_reserves_the_memory_and_executors_keep_its_java_options(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, page = one.getsockname()[1], other.getsockname()[1]
-    import pyspark
-
-    home = Path(pyspark.__file__).parent
-    deploy = [str(home / "bin/spark-class"), "org.apache.spark.deploy"]
+    deploy = [spark_class(), "org.apache.spark.deploy"]
     at = ["--host", "127.0.0.1", "--webui-port"]
     url = f"http://127.0.0.1:{page}/json/"
     commands = [
@@ -198,6 +195,37 @@ def test_a_standalone_master_reserves_the_memory_and_executors_keep_its_java_opt
     assert state["memoryused"] == 1024
     assert settings["spark.executor.memory"] == "1024m"
     assert "-XX:TieredStopAtLevel" not in settings.get("spark.executor.extraJavaOptions", "")
+
+
+def spark_class() -> str:
+    import pyspark
+
+    return str(Path(pyspark.__file__).parent / "bin/spark-class")
+
+
+def test_tasks_that_no_executor_takes_are_told_of_and_a_stop_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("a\n")
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    at = ["--host", "127.0.0.1", "--webui-port", "0", "--port", str(port)]
+    program = [sys.executable, "-m", "shoal", "map-reduce", "--on", f"spark:spark://127.0.0.1:{port}"]
+    program += ["--mapper", "cat"]
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen(
+            [spark_class(), "org.apache.spark.deploy.master.Master", *at], stdout=log, stderr=log
+        ) as master,
+    ):
+        try:
+            assert wait_until(lambda: "elected leader" in (tmp_path / "log").read_text(), 120)
+            job = EngineJob(tmp_path / "job", ["../in", "../out"], {}, program=program)
+            job.wait_for(lambda: "Initial job has not accepted any resources" in job.output())
+            job.process.terminate()
+            assert job.wait() == 143, job.output()
+        finally:
+            master.terminate()
+    assert "stopped by SIGTERM; no output was written" in job.output()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "job", "log"]
 
 
 def test_a_java_that_is_too_old_is_named(start_job: Callable[..., EngineJob], tmp_path: Path) -> None:

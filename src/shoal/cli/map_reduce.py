@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -68,13 +69,19 @@ def map_reduce(
         mapper=mapper, reducer=reducer, combiner=combiner, num_reducers=reducers, max_attempts=max_attempts
     )
     begun = time.monotonic()
+    signal.signal(signal.SIGTERM, _stop)  # as by Ctrl-C: nothing is left behind
     try:
         num_maps = map_reduce_lines(config, inputs, output, on=on, workers=workers or available_cores())
-    except KeyboardInterrupt:
-        typer.echo("stopped by SIGINT; no output was written.", err=True)
-        raise typer.Exit(130) from None
+    except KeyboardInterrupt as error:
+        signum = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+        typer.echo(f"stopped by {signum.name}; no output was written.", err=True)
+        raise typer.Exit(128 + signum) from None
     parts = reducers if reducer else num_maps
     console().print(
         f"{output}: {parts} part{'s' if parts > 1 else ''} from {num_maps} map task{'s' if num_maps > 1 else ''}, "
         f"{time.monotonic() - begun:.1f} s"
     )
+
+
+def _stop(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt(signum)

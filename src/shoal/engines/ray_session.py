@@ -27,6 +27,8 @@ _OWN = threading.Event()
 
 def queue(detail: str) -> list[EngineEntry]:
     """Placement groups of Ray, as it has them: one for each job of shoal, by the name of its run."""
+    if not (detail or os.environ.get("RAY_ADDRESS")) and _running() == "local":
+        return []  # none runs here, and one would be started only to be asked
     import ray
 
     connect(detail)

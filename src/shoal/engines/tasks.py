@@ -107,9 +107,14 @@ def _in_ray(
 ) -> list[R]:
     import ray
 
-    from shoal.engines.ray_session import connect
+    from shoal.engines.ray_session import can_grow, connect
 
     connect(address)
+    if (cpus := ray.cluster_resources().get("CPU", 0)) < 1 and not can_grow():
+        raise ConfigError(
+            f"a task needs 1 CPU, and this Ray has {cpus:g} and no autoscaler. Nothing was started; add a node (`ray start --address`), or "
+            "leave --on out."
+        )
 
     @ray.remote(num_cpus=1, max_retries=attempts - 1, retry_exceptions=True)  # type: ignore[untyped-decorator]
     def task(function: Callable[[A], R], argument: A) -> R:
@@ -160,6 +165,10 @@ def _in_spark(
             {"spark.task.maxFailures": str(attempts)},
         )
         context.setLogLevel("OFF")
+        # Without it nothing would be said while tasks wait for executors that never come.
+        log4j = context._jvm.org.apache.logging.log4j
+        scheduler = "org.apache.spark.scheduler.TaskSchedulerImpl"
+        log4j.core.config.Configurator.setLevel(scheduler, log4j.Level.WARN)
     attempts = _attempts_of(context)
 
     def run(parts: Iterable[A]) -> Iterator[R | Exception]:
