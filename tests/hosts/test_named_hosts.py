@@ -105,6 +105,7 @@ def test_hosts_join_and_train_over_ipv6_with_the_same_bits(
     with contextlib.closing(job):
         bound = ("--hosts", "2", "--bind", f"[fd77::1]:{PORT}", *options)
         job.start(2, str(out), "--loop", options=bound, joining=[], is_named=True)
+        job.wait_for(lambda: f"shoal join shoal://[fd77::1]:{PORT}" in " ".join(job.output().split()))
         agent = job.run_on(1, "join", f"shoal://[fd77::1]:{PORT}")
         assert job.wait() == 0, job.story()
         assert agent.wait() == 0

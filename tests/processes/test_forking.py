@@ -6,8 +6,11 @@ import os
 import signal
 
 import psutil
+import pytest
 
+from shoal.cluster.supervisor import warm_parent as handle
 from shoal.cluster.supervisor.warm_parent import WarmParent
+from shoal.errors import WaitTimedOut
 from waiting import wait_until
 
 
@@ -51,3 +54,25 @@ def test_signals_reach_living_children_only(warm_parent: WarmParent) -> None:
     warm_parent.signal(pid, signal.SIGKILL)  # gone: no error, and nobody else is hit
     warm_parent.signal(os.getpid(), signal.SIGKILL)  # not its child
     assert psutil.pid_exists(os.getpid())
+
+
+def test_a_warm_parent_that_was_stopped_and_ends_no_child_is_reported(
+    warm_parent: WarmParent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "KILL_TIMEOUT_S", 0.0)
+    pid = 0
+    while not pid:
+        pid = fork_something(warm_parent)
+        os.kill(warm_parent.pid, signal.SIGSTOP)
+        if warm_parent.exits():  # it was quicker
+            os.kill(warm_parent.pid, signal.SIGCONT)
+            pid = 0
+    try:
+        warm_parent.signal(pid, signal.SIGKILL)
+        with pytest.raises(WaitTimedOut, match=f"process {pid}, which was to be killed"):
+            warm_parent.exits()
+    finally:
+        monkeypatch.undo()
+        warm_parent._killed.clear()
+        os.kill(warm_parent.pid, signal.SIGCONT)
+    assert reaped(warm_parent, pid)[pid] in (1, -signal.SIGKILL)

@@ -210,7 +210,7 @@ class Joining:
                 f"{joiner.machine!r} is refused, and of hosts {numbers} only {held} are taken: {why}"
             )
         if has_seat and not any(
-            self.grants[number].is_connected
+            self.grants[number].is_connected or self.grants[number].at > asked_at  # it copies files
             for number in held
             if self.grants[number].machine == joiner.machine
         ):

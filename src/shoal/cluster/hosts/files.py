@@ -36,7 +36,7 @@ MAX_SHIPPED_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
 IDLE_S = 60.0
 
-FIRST_TIMED_BYTES, MEASURE_LINK_S, LINK_TIMEOUT_S = 64 << 10, 0.2, 3.0
+FIRST_TIMED_BYTES, MEASURE_LINK_S, LINK_TIMEOUT_S = 64 << 10, 0.1, 3.0
 """Of a link: the first message, the time after which none is requested, and the longest for one. A bucket of tokens at the
 link, as clouds and `tbf` have, lets the first ones through at once, so the sizes double.
 """

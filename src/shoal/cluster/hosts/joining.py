@@ -357,7 +357,7 @@ class Door:
         with self._lock:
             handshake.sock = stream
             if handshake not in self._under_way:
-                raise WireError("too many others were joining")
+                raise ConnectionAbortedError("it was dropped, because too many others were joining")
 
     def _is_over(self, handshake: _Handshake) -> None:
         with self._lock:

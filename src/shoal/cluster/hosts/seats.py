@@ -127,12 +127,14 @@ class Seats:
         """When a machine that waits for a number gets it or is refused, unless one is freed before.
 
         A machine whose own seat still waits for an agent was started again: the process that took the
-        seat may have ended, and then nobody frees it earlier.
+        seat has ended, and nobody frees it earlier, unless it was heard since, copying files.
         """
         number = self._number_of(joiner.machine)
         since = self.taken[number].agent_awaited_since if number is not None else None
         timeout_at = asked_at + SEAT_TIMEOUT_S
-        return timeout_at if since is None else max(timeout_at, since + AGENT_TIMEOUT_S)
+        if since is None or since > asked_at:
+            return timeout_at
+        return max(timeout_at, since + AGENT_TIMEOUT_S)
 
     def admit(self, number: int, incarnation: int, *, sees_run_dir: bool) -> None:
         """A machine has what the job needs, and may have its certificate."""

@@ -30,6 +30,9 @@ START_TIMEOUT_S = 300.0
 
 FORK_TIMEOUT_S = 30.0
 
+KILL_TIMEOUT_S = 60.0
+"""From the request to kill a child to the report of its end: it takes as long where the warm parent was stopped."""
+
 
 class WarmParent:
     """A process that has imported torch and forks on demand.
@@ -42,6 +45,8 @@ class WarmParent:
         """`preload`: modules to import beside the usual ones; see `roles.preload_for`."""
         self._start_by = time.monotonic() + START_TIMEOUT_S
         self._in_use = threading.Lock()
+        self._children: set[int] = set()
+        self._killed: dict[int, float] = {}  # of these: by when their end must be reported
         # Its own error output matters only if it does not come up: `_gone` quotes it.
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         ours, theirs = system.packet_pair()
@@ -126,20 +131,29 @@ class WarmParent:
         finally:
             os.close(memory)
         os.close(child.ended)
+        self._children.add(child.pid)
         return child.pid
 
     def signal(self, pid: int, signum: signal.Signals) -> None:
         """Signal one child; SIGKILL takes everything in its process group. A child that is gone is no error."""
+        if signum == signal.SIGKILL and pid in self._children:
+            self._killed.setdefault(pid, time.monotonic() + KILL_TIMEOUT_S)
         with contextlib.suppress(ForkServerGone):
             self._server.signal(pid, signum)
 
     def exits(self) -> list[ChildExited]:
-        """Exits since the last call, in order. ClusterError when the warm parent itself is gone."""
+        """Exits since the last call, in order. ClusterError when the warm parent itself is gone, or kills no child any more."""
         was_ready = self.is_ready
         with self._errors_told():
             exited = self._server.exits()
         if self._server.ready is not None and not was_ready:
             check_same_files(self._server.ready)
+        for each in exited:
+            self._children.discard(each.pid)
+            self._killed.pop(each.pid, None)
+        late = [pid for pid, by in self._killed.items() if time.monotonic() > by]
+        if late:
+            raise _timed_out(f"the end of process {late[0]}, which was to be killed,", KILL_TIMEOUT_S)
         return exited
 
     def close(self) -> None:
