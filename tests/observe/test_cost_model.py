@@ -347,10 +347,14 @@ def test_rows_cost_what_the_exchange_makes_of_them_and_no_compressor_makes_them_
         c = PlanCandidate(workers=4, strategy="ddp", exchange=exchange, compress=compress)
         return predict(c, rowy, cluster).step_s - predict(c, replace(rowy, row_bytes=0), cluster).step_s
 
-    # Ten MiB of each worker go to three others.
-    assert by_rows("ring") == pytest.approx(3 * 50e-6 + 3 * (10 << 20) / 2e9)
+    # Ten MiB of each worker go to three others: over torch's group, unless the ranks share memory.
+    assert by_rows("shm") == pytest.approx(3 * 50e-6 + 3 * (10 << 20) / 2e9)
     assert by_rows("native") == pytest.approx(3 * 50e-6 + 3 * (10 << 20) / 1e8)
+    assert by_rows("ring") == pytest.approx(by_rows("native"))
     assert by_rows("ring", "bf16") == pytest.approx(by_rows("ring"))
+    cluster = replace(cluster, rows={"auto": LinkSpeed(1e-4, 1e9), "native": LinkSpeed(1e-3, 1e8)})
+    assert by_rows("shm") == by_rows("auto") == pytest.approx(1e-4 + 3 * (10 << 20) / 1e9)
+    assert by_rows("ring") == pytest.approx(1e-3 + 3 * (10 << 20) / 1e8)
 
 
 def test_a_hybrid_push_of_rows_is_one_pass_at_a_server_and_an_exact_one_two() -> None:

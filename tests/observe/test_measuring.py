@@ -184,9 +184,18 @@ def test_fsdp_by_its_bytes_and_by_its_parameters() -> None:
 
 def test_where_fsdp_does_not_run_a_gather_costs_what_a_sum_does() -> None:
     by_size = {4096: {"native": 2e-4}, 1 << 20: {"native": 2e-3}}
-    cluster = with_links(ClusterShape(per_host=2), LinkTimes(by_size, {}, [], []), 2)
+    cluster = with_links(ClusterShape(per_host=2), LinkTimes(by_size, {}, {}, [], []), 2)
     assert cluster.exchanges[SHARDS] == cluster.exchanges["native"]
     assert cluster.tensors == TensorCost()
+
+
+def test_rows_by_the_bytes_that_others_send() -> None:
+    by_bytes = {4608: 1e-3, 4608 + (1 << 20): 3e-3}
+    rowy = Workload(batch=8, alone={}, compute_s=0.0, row_bytes=3 * (4608 + (1 << 20)))
+    cluster = with_links(ClusterShape(per_host=4, cores=4), LinkTimes({}, {}, {"auto": by_bytes}, [], []), 3)
+    ddp = PlanCandidate(workers=3, strategy="ddp")
+    took_s = predict(ddp, rowy, cluster).step_s - predict(ddp, replace(rowy, row_bytes=0), cluster).step_s
+    assert took_s == pytest.approx(3e-3)
 
 
 def test_a_server_by_its_bytes_and_by_its_rows() -> None:
@@ -196,7 +205,7 @@ def test_a_server_by_its_bytes_and_by_its_rows() -> None:
         {"bytes": 64 + (4 << 20), "row_bytes": 0, "served_s": 8e-3, "whole_s": 9e-3},
         {"bytes": 64, "row_bytes": 1 << 20, "served_s": 5e-3, "whole_s": 6e-3},
     ]
-    cluster = with_links(ClusterShape(per_host=4, cores=4), LinkTimes({}, {}, [], lines), 2)
+    cluster = with_links(ClusterShape(per_host=4, cores=4), LinkTimes({}, {}, {}, [], lines), 2)
 
     def served_s(workers: int, dense: int, rows: int) -> float:
         work = Workload(batch=8, alone={}, compute_s=0.0, gradient_bytes=dense, row_bytes=workers * rows)

@@ -205,9 +205,20 @@ def test_a_slow_worker_is_named_and_blamed(tmp_path: Path) -> None:
     others = {f"worker_{rank}": waiting for rank in (0, 1, 3)}
     path = write_run(tmp_path / "run", worker_2={"seconds": {"compute": 0.88, "exchange": 0.02}}, **others)
     found = reported(path)
-    assert found["stragglers"] == {"worker-2": 2.2}
-    assert found["bottleneck"].startswith("worker-2 is: it needs 2.2 times as long")
-    assert [each.times_slower for each in live.look(path).processes] == [None, None, 2.2, None]
+    assert found["stragglers"] == {"worker-2": 1.96}
+    assert found["bottleneck"].startswith("worker-2 is: it needs 1.96 times as long")
+    assert [each.times_slower for each in live.look(path).processes] == [None, None, 1.96, None]
+
+
+def test_a_worker_is_slow_by_what_is_in_no_span_too_and_not_by_little(tmp_path: Path) -> None:
+    """A callback of one rank; and a worker that computes half as long again, of a fiftieth of its time."""
+    quick = {"seconds": {"compute": 0.02, "exchange": 0.95}}
+    slow = {"seconds": {"compute": 0.02, "exchange": 0.1}}
+    path = write_run(tmp_path / "run", worker_0=quick, worker_1=slow, worker_2=quick, worker_3=quick)
+    assert [*reported(path)["stragglers"]] == ["worker-1"]
+    little = {"seconds": {"compute": 0.03, "exchange": 0.95}}
+    path = write_run(tmp_path / "even", worker_0=quick, worker_1=little, worker_2=quick, worker_3=quick)
+    assert reported(path)["stragglers"] == {}
 
 
 def test_an_evaluation_after_the_fit_does_not_change_the_progress_of_the_fit(tmp_path: Path) -> None:

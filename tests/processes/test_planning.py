@@ -132,6 +132,8 @@ def test_links_are_measured_where_fsdp_does_not_run(monkeypatch: pytest.MonkeyPa
     assert min(times.exchanges[max(times.exchanges)].values()) > 0
     assert "int8" in times.compressors
     assert times.shards == []
+    assert [*times.rows] == ["auto", "native"]
+    assert all(seconds[64 * 72] < seconds[8192 * 72] for seconds in times.rows.values())
     small, large, rows = times.served
     assert 0 < small["served_s"] < small["whole_s"] < large["whole_s"]
     assert rows["row_bytes"] == pytest.approx(8192 * 72, rel=0.1)  # an id and 16 numbers, hardly any twice

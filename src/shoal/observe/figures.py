@@ -33,6 +33,9 @@ CLOCK_ERROR_NS = 1_000_000
 STRAGGLES = 1.25
 """Slowdown of a worker's own time per step, against the median of the others, that makes it a straggler."""
 
+STRAGGLES_FROM = 0.05
+"""Share of its time by which it has to be slower: where all of them mostly wait, a third more of little is noise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -242,8 +245,13 @@ def _spent(each: Totals) -> dict[str, Any]:
 
 
 def stragglers(workers: Mapping[str, Totals]) -> dict[str, float]:
-    """Workers that are slower than the others, by name, and how many times."""
-    return {name: round(times, 2) for name, times in slowness(workers).items() if times > STRAGGLES}
+    """Workers that are slower than the others and keep them waiting, by name, and how many times."""
+    return {
+        name: round(times, 2)
+        for name, times in slowness(workers).items()
+        if times > STRAGGLES
+        and workers[name].own_s * (1 - 1 / times) > STRAGGLES_FROM * workers[name].whole_s
+    }
 
 
 def slowness(workers: Mapping[str, Totals]) -> dict[str, float]:

@@ -188,8 +188,8 @@ class Totals:
 
     @property
     def own_s(self) -> float:
-        """Time without waiting."""
-        return self.busy_s - self.communication_s
+        """Time without waiting, that between spans too: a slow callback keeps the others waiting as a slow forward does."""
+        return self.whole_s - self.communication_s
 
     @property
     def whole_s(self) -> float:

@@ -232,7 +232,7 @@ CLICKS = (("single", 1, 0), ("ddp", 2, 0), ("ps", 2, 1), ("ps:async", 2, 1))
 
 EXCHANGE_WORKERS = (2, 4)
 
-CODEC_ROUNDS, SHARD_ROUNDS, SERVED_STEPS = 9, 15, 40
+CODEC_ROUNDS, ROW_ROUNDS, SHARD_ROUNDS, SERVED_STEPS = 9, 15, 15, 40
 
 KEPT_FROM_S = 2.0
 """Shorter measurements are not kept for `--exchange auto`."""
@@ -302,7 +302,7 @@ def measure_exchange(seconds: float, emit: Callable[[Figure], None]) -> None:
 
 
 def measure_links(seconds: float, workers: int) -> LinkTimes:
-    """Seconds of every exchange and compressor by size, and of fsdp and a server by bytes, for the planner."""
+    """Seconds of every exchange and compressor by size, and of rows, fsdp and a server by bytes, for the planner."""
     from shoal.errors import Interrupted, ShoalError
     from shoal.observe.planner.measuring import LinkTimes
 
@@ -310,6 +310,7 @@ def measure_links(seconds: float, workers: int) -> LinkTimes:
     with _job_runner(with_servers=True) as run_job:
         by_size, *_ = run_job("exchange", seconds, "ddp", workers, 0)
         codecs, *_ = run_job("codecs", CODEC_ROUNDS, "ddp", workers, 0)
+        rows, *_ = run_job("rows", ROW_ROUNDS, "ddp", workers, 0)
         try:
             shards, *_ = run_job("shards", SHARD_ROUNDS, "ddp", workers, 0)
         except Interrupted:
@@ -319,10 +320,15 @@ def measure_links(seconds: float, workers: int) -> LinkTimes:
         served, *_ = run_job("served", SERVED_STEPS, "ps", workers, 1)
     return LinkTimes(
         {int(size): medians for size, medians in by_size.items()},
-        {name: {int(size): took_s for size, took_s in medians.items()} for name, medians in codecs.items()},
+        _by_size(codecs),
+        _by_size(rows),
         shards,
         served,
     )
+
+
+def _by_size(found: dict[str, dict[str, float]]) -> dict[str, dict[int, float]]:
+    return {name: {int(size): took_s for size, took_s in seconds.items()} for name, seconds in found.items()}
 
 
 def _shown(num_bytes: int) -> str:

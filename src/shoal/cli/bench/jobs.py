@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from shoal.collectives.reducer import Native, Reducer
 
 KV_ROWS, DIM = 1 << 20, 16
+SERVED_IDS = 200_000
+ROW_BYTES = 4 * DIM + 8
+"""Of a row of a sparse gradient and its id."""
 
 NUM_IDS, BATCH, NUM_BATCHES = 1_000_000, 1024, 64
 NUM_WARM_STEPS = 10
@@ -245,6 +248,41 @@ def run_codecs(out: Path, times: int) -> None:
         (out / "0.json").write_text(json.dumps(found))
 
 
+ROWS = (64, 8192)
+"""Rows of each worker, of 16 numbers."""
+
+
+def run_rows(out: Path, times: int) -> None:
+    """Sum rows of a sparse gradient by the exchange of the launch, and by torch's gathers, over which they go under any other."""
+    import torch
+
+    from shoal.collectives.exchanges import open_exchange
+    from shoal.collectives.reducer import Native
+    from shoal.collectives.sparse_rows import Rows, TableExchange
+    from shoal.config import job as jobs
+    from shoal.recovery.elastic_group import elastic_group
+    from shoal.recovery.rendezvous import is_broken
+
+    job = jobs.current()
+    _ = elastic_group().reducer  # the group is there
+    native = Native(rank=job.rank, num_workers=job.num_workers, is_broken=is_broken)
+    reducers = {"auto": open_exchange(job, native), "native": native}
+    found: dict[str, dict[int, float]] = {}
+    draw = torch.Generator().manual_seed(job.rank)
+    for count in ROWS:
+        keys = torch.randperm(SERVED_IDS, generator=draw)[:count].sort().values
+        rows = Rows(keys, torch.randn(count, DIM, generator=draw))
+        for name, reducer in reducers.items():
+
+            def summed(rows: Rows = rows, reducer: Any = reducer) -> None:
+                TableExchange([rows], reducer).finish()
+
+            found.setdefault(name, {})[count * ROW_BYTES] = quick_s(summed, times)
+    reducers["auto"].close()
+    if job.rank == 0:
+        (out / "0.json").write_text(json.dumps(found))
+
+
 SHARDED = ((64 << 10, 8), (64 << 10, 64), (4 << 20, 8))
 """Bytes and parameters of models by which fsdp is measured: what a parameter costs, and what bytes do."""
 
@@ -298,7 +336,7 @@ def run_shards(out: Path, times: int) -> None:
 SERVED = ((64 << 10, 0), (4 << 20, 0), (64 << 10, 8192))
 """Bytes of dense parameters and rows of each worker, of models by which servers are measured."""
 
-SERVED_IDS, SERVED_LOOKUPS = 200_000, 32
+SERVED_LOOKUPS = 32
 
 
 def run_served(out: Path, times: int) -> None:
@@ -365,7 +403,7 @@ def run_served(out: Path, times: int) -> None:
         )
         # The first steps make rows and buffers.
         served, whole = (statistics.quantiles(each, n=4)[0] for each in zip(*watch.spent[3:], strict=True))
-        row_bytes = len(torch.unique(ids[: size // job.num_workers])) * (4 * DIM + 8) if num_rows else 0
+        row_bytes = len(torch.unique(ids[: size // job.num_workers])) * ROW_BYTES if num_rows else 0
         found.append({"bytes": num_bytes, "row_bytes": row_bytes, "served_s": served, "whole_s": whole})
     if job.rank == 0:
         (out / "0.json").write_text(json.dumps(found))
@@ -379,6 +417,8 @@ if __name__ == "__main__":
         run_click(Path(folder), float(argument))
     elif name == "codecs":
         run_codecs(Path(folder), int(argument))
+    elif name == "rows":
+        run_rows(Path(folder), int(argument))
     elif name == "shards":
         run_shards(Path(folder), int(argument))
     elif name == "served":

@@ -85,8 +85,7 @@ def graph(
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}. Choose another file with --output."
         ) from None
-    typer.echo(
-        f"{path}: {len(found['layers'])} layers, {len(found['edges'])} edges, {chosen} on {workers} workers"
-        if workers > 1
-        else f"{path}: {len(found['layers'])} layers, {len(found['edges'])} edges"
+    layers, edges = (
+        f"{len(found[key])} {key[: -1 if len(found[key]) == 1 else None]}" for key in ("layers", "edges")
     )
+    typer.echo(f"{path}: {layers}, {edges}" + (f", {chosen} on {workers} workers" if workers > 1 else ""))

@@ -33,7 +33,10 @@ MAX_PROCESSES = 4096
 MAX_METRICS = 64
 """Columns of metrics.jsonl beside the loss."""
 
-ACTIVITY_TAIL_BYTES = 192 << 10
+ACTIVITY_TAIL_BYTES, ALL_TAILS_BYTES, LEAST_TAIL_BYTES = 192 << 10, 4 << 20, 48 << 10
+"""Read of each process at first: ten minutes, less where they are many, so that the first view waits for no more than all of these; two
+minutes at least, the length of the lanes."""
+
 SAMPLE_ABOVE_BYTES = 8 << 20
 """A metrics.jsonl longer than this is drawn from a sample of its lines until it is read."""
 
@@ -180,11 +183,12 @@ class RunFeed:
             names = sorted(each.name.removesuffix(".jsonl") for each in folder.glob("*.jsonl"))
         except OSError:
             return False
+        tail_bytes = min(ACTIVITY_TAIL_BYTES, max(LEAST_TAIL_BYTES, ALL_TAILS_BYTES // max(1, len(names))))
         for name in names[:MAX_PROCESSES]:
             if name not in self._activity:
                 if not PROCESS_NAME.fullmatch(name):
                     continue
-                self._activity[name] = JsonLines(folder / f"{name}.jsonl", tail_bytes=ACTIVITY_TAIL_BYTES)
+                self._activity[name] = JsonLines(folder / f"{name}.jsonl", tail_bytes=tail_bytes)
                 self.activity[name] = deque(maxlen=MAX_INTERVALS)
             lines, is_other = self._activity[name].read()
             if is_other:

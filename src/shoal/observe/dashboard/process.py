@@ -7,6 +7,7 @@ parent ends, the pipe closes and the child ends too.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import json
@@ -107,8 +108,11 @@ def _is_loopback(host: str) -> bool:
 def serve(root: Path, address: Address) -> None:
     """Serve until the process is asked to end. SIGINT and SIGTERM end it."""
     import uvicorn
+    from starlette.concurrency import run_in_threadpool
 
     from shoal.observe.dashboard.server import application
+
+    asyncio.run(run_in_threadpool(int))  # loads what the first request would wait for
 
     app = application(root, token=address.token, hosts=address.hosts())
     config = uvicorn.Config(

@@ -21,7 +21,7 @@ HELP = {
     "shoal_process_bytes_per_second": "Bytes sent and received by a process.",
     "shoal_worker_samples_per_second": "Throughput of a worker.",
     "shoal_worker_share": "Share of a worker's time by kind.",
-    "shoal_worker_straggler": "1 for a worker far slower than the median of the others.",
+    "shoal_worker_straggler": "1 for a worker slower than the median of the others, which keeps them waiting.",
     "shoal_server_slots": "Slots of a server by role.",
     "shoal_server_queue_seconds": "Mean delay of a request in a server's queue.",
     "shoal_server_load": "Share of a server's time spent applying updates.",

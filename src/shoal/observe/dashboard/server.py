@@ -299,19 +299,22 @@ class Dashboard:
 async def _changes(feeds: list[RunFeed]) -> AsyncIterator[str]:
     """A line whenever one of the runs has something new. Sent as fast as the browser takes it, and never queued."""
     seen, told_at, spent_s = [-1] * len(feeds), time.monotonic(), time.process_time()
+    said_at = told_at
     yield "retry: 1000\n\n"
     while True:
         for feed in feeds:
             await run_in_threadpool(_locked_refresh, feed)
         now = [feed.version for feed in feeds]
         is_training = any(feed.state is runs.RunState.ALIVE for feed in feeds)
-        # What the views of the last change cost, for all browsers.
-        rest_s = min((time.process_time() - spent_s) / MAX_SHARE, SLOWEST_S) if is_training else 0.0
-        if now != seen and time.monotonic() - told_at >= rest_s:
+        # Since the last change was told: polls, and the views of it for all browsers.
+        passed_s, cost_s = time.monotonic() - told_at, time.process_time() - spent_s
+        has_rested = cost_s <= MAX_SHARE * passed_s or passed_s >= SLOWEST_S or not is_training
+        if now != seen and has_rested:
             seen, told_at, spent_s = now, time.monotonic(), time.process_time()
+            said_at = told_at
             yield f"data: {','.join(map(str, now))}\n\n"
-        elif time.monotonic() - told_at >= HEARTBEAT_S:
-            told_at = time.monotonic()
+        elif time.monotonic() - said_at >= HEARTBEAT_S:
+            said_at = time.monotonic()
             yield ": still here\n\n"
         await asyncio.sleep(POLL_EVERY_S)
 

@@ -218,7 +218,11 @@ def _fast(speed: float | None, shares: Mapping[str, float]) -> Values:
 def _bottleneck(feed: RunFeed, shares: dict[str, float]) -> Values:
     slow = figures.stragglers({name: record.totals(lines) for name, lines in _lately(feed).items()})
     if slow:
-        return {"answer": f"{', '.join([*slow][:3])}: far slower than the others", "level": "bad"}
+        said = ", ".join(
+            f"{name} needs {times:.3g} times as long for a step as the others"
+            for name, times in [*slow.items()][:3]
+        )
+        return {"answer": said, "level": "bad"}
     total = sum(shares.values())
     if not any(shares.get(name) for name in GROUPS):
         return {"answer": "no activity recorded", "level": "unknown"}
@@ -339,10 +343,10 @@ def workers(feed: RunFeed, *, with_lanes: bool = True) -> Values:
                 "lane": _lane(_since(lines, end - LANES_S), end) if with_lanes else [],
             }
         )
-    slowness = figures.slowness(totals)
+    slowness, slow = figures.slowness(totals), figures.stragglers(totals)
     for worker in found:
         if times := slowness.get(worker["process"]):
-            worker |= {"slowness": times, "is_straggler": times > figures.STRAGGLES}
+            worker |= {"slowness": times, "is_straggler": worker["process"] in slow}
     return {
         "workers": found,
         "groups": list(GROUPS),

@@ -257,6 +257,9 @@ class ClusterShape:
     codecs: Mapping[str, LinkSpeed] = field(default_factory=dict)
     """Of each compressor: what it takes beside the sum of what it sends."""
 
+    rows: Mapping[str, LinkSpeed] = field(default_factory=dict)
+    """Of rows of sparse gradients within a host, by "auto" and "native": of a sum, and of the bytes that a worker receives."""
+
     tensors: TensorCost = field(default_factory=TensorCost)
 
     copy_bytes_per_s: float = 4e9
@@ -461,10 +464,12 @@ def gradient_sum_s(
 
 
 def rows_sum_s(name: str, num_bytes: float, num_workers: int, cluster: ClusterShape, *, hosts: int) -> float:
-    """Rows of so many bytes go from every worker to all others, over the links of the exchange that sums the dense gradients."""
-    if name == "auto":
-        name = auto_exchange(num_workers, hosts)
-    link = cluster.exchanges.get("shm" if name == "hierarchical" else name, UNMEASURED)
+    """Rows of so many bytes go from every worker to all others: through shared memory where the exchange is that, else by torch's gathers."""
+    shares = name in ("auto", "shm", "hierarchical") and auto_exchange(num_workers, hosts) != "native"
+    found = cluster.rows.get("auto" if shares else "native")
+    if found is not None and hosts == 1 and num_workers > 1 and num_bytes > 0:
+        return found.latency_s + (num_workers - 1) * num_bytes / found.bytes_per_s
+    link = cluster.exchanges.get("shm" if shares else "native", UNMEASURED)
     via = replace(cluster, exchanges={"allgather": link})
     return all_reduce_s("allgather", num_bytes, num_workers, via, hosts=hosts)
 

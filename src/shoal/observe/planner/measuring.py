@@ -382,6 +382,9 @@ class LinkTimes(NamedTuple):
     compressors: Mapping[str, Mapping[int, float]]
     """By compressor and bytes; "none" is the sum alone."""
 
+    rows: Mapping[str, Mapping[int, float]]
+    """Of sparse gradients by the exchange of "auto" and by "native", by the bytes of one worker's rows."""
+
     shards: Sequence[Mapping[str, float]]
     """Of models under fsdp and without, by bytes and number of parameters; empty where fsdp does not run."""
 
@@ -399,9 +402,17 @@ def with_links(cluster: ClusterShape, times: LinkTimes, num_workers: int) -> Clu
         cluster,
         exchanges=links | {SHARDS: unit},
         codecs=codecs_of(times.compressors, num_workers),
+        rows={name: _rows_of(seconds, num_workers) for name, seconds in times.rows.items()},
         tensors=costs,
         served=served_of(times.served, num_workers) if times.served else None,
     )
+
+
+def _rows_of(seconds: Mapping[int, float], num_workers: int) -> LinkSpeed:
+    """By the bytes that a worker receives of the others."""
+    small, large = sorted(seconds)
+    per_byte = max(seconds[large] - seconds[small], 1e-9) / (large - small)
+    return LinkSpeed(max(0.0, seconds[small] - small * per_byte), (num_workers - 1) / per_byte)
 
 
 def served_of(lines: Sequence[Mapping[str, float]], num_workers: int) -> ServerCost:

@@ -16,8 +16,8 @@ function askForPlotly() {
     isMissing = event.type === "error";
     for (const div of drawn.values()) setTimeout(() => { if (div.isConnected) div.redraw(); }); // one after the other: clicks get through
   };
-  // After the frame that shows them.
-  requestAnimationFrame(() => setTimeout(() => document.head.append(script)));
+  // After the frame that shows them, and what else the page has to do.
+  requestAnimationFrame(() => (window.requestIdleCallback ?? setTimeout)(() => document.head.append(script)));
 }
 
 export function seriesColour(index) { return PALETTE[index % PALETTE.length]; }

@@ -73,7 +73,7 @@ function workers(main, view) {
     panel("Workers", "last 30 s", table(
       [["worker"], ["state"], ["step", "number"], ["samples/s", "number"], ["time"], ["compute", "number"], ["waiting", "number"], ["slowness", "number"], ["traffic", "number"], ["memory", "number"], ["cpu", "number"], ["leases", "number"], ["restarts", "number"], ["pid", "number"]],
       found.map((worker) => [worker.host === null || worker.host === undefined ? worker.process : `${worker.process} @ host ${worker.host}`, worker.is_straggler ? badge("straggler", "bad") : badge(worker.state), count(worker.step), short(worker.samples_per_s), share(worker.shares, view.groups), percent(worker.shares.compute), percent(worker.shares.waiting), worker.slowness ? `${worker.slowness.toFixed(2)} ×` : "–", bytes(worker.bytes_per_s, "/s"), bytes(worker.rss_bytes), percent(worker.cpu), worker.leases ? `${count(worker.leases[0])} · ${count(worker.leases[1])} samples` : "–", count(worker.restarts), text(worker.pid)]))),
-    element("p", { class: "quiet" }, `Slowness: the time of a step in which a worker waits for nobody, against the median of the others. Above ${view.straggles} × it is marked as a straggler.`),
+    element("p", { class: "quiet" }, `Slowness: the time of a step in which a worker waits for nobody, against the median of the others. Above ${view.straggles} ×, and by more than a twentieth of its time, it is marked as a straggler.`),
   ];
   into(main, ...notices(view), ...parts);
   if (recorded) lanes(canvas, found, view.groups, view.length_s, view.head.state === "alive" ? "now" : "end");
