@@ -7,10 +7,11 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
@@ -194,13 +195,13 @@ class CallbackList:
         With `_is_deep` also writes through `.data`, which torch does not count.
         """
         model, optimizer = trainer.train_job.model, trainer.strategy.optimizer
-        parameters = list(model.parameters())
+        parameters, buffers = _held_by(model)
         groups = optimizer.param_groups if optimizer is not None else []
         return [
             [[parameter._version for parameter in parameters], _norms(parameters) if self._is_deep else ()],
-            [buffer._version for buffer in model.buffers()],
+            [buffer._version for buffer in buffers],
             [parameter.requires_grad for parameter in parameters],
-            [{key: str(value) for key, value in group.items() if key != "params"} for group in groups],
+            [{key: _as_of_now(value) for key, value in group.items() if key != "params"} for group in groups],
         ]
 
     def has_own(self, hook: str) -> bool:
@@ -239,6 +240,27 @@ def average_decay(callbacks: CallbackList) -> float | None:
 
 
 _PARTS = ("weights", "buffers", "requires_grad", "settings of the optimizer")
+
+
+def _held_by(model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Parameters and buffers. This runs twice a step, and `model.parameters()` takes five times as long: it makes names."""
+    parameters: list[nn.Parameter] = []
+    buffers: list[Tensor] = []
+    seen: set[nn.Module | None] = {None}
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in seen:
+            seen.add(module)
+            parameters += [each for each in module._parameters.values() if each is not None]
+            buffers += [each for each in module._buffers.values() if each is not None]
+            waiting += module._modules.values()
+    return parameters, buffers
+
+
+def _as_of_now(value: Any) -> Any:
+    """A setting as it can be compared later: a tensor or a list may be changed in place."""
+    return value if type(value) in (float, int, bool, NoneType) else str(value)
 
 
 @torch.no_grad()
