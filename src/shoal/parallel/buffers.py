@@ -183,7 +183,7 @@ class BufferSync:
     """Statistics and buffers of one model, as part of a step's vector."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model, self._modules = model, list(model.modules())
         self._statistics = RunningStatistics(model)
         self._changing = ChangingBuffers(model)
         self._numbers = [n for n in range(len(self._changing)) if self._changing[n].numel() <= SMALL_NUMEL]
@@ -200,6 +200,8 @@ class BufferSync:
 
     def look(self) -> None:
         """Keep the values before a forward writes into them."""
+        if not any(module._buffers for module in self._modules):
+            return  # their names would be looked for in every module, twice
         names = self._names()
         self._before = {name: buffer.clone() for name, buffer in self._model.named_buffers() if name in names}
         self._changing.look()
