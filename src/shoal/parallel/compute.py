@@ -343,7 +343,7 @@ class Compute:
             with autocast(self._job), gathering.over(piece, num_micro=job.num_micro) as gathered:
                 rests = piece.borrowed and self._ranks is None
                 try:
-                    with batchnorm_at_rest(self._batchnorms) if rests else contextlib.nullcontext():
+                    with batchnorm_at_rest(self._batchnorms) if rests else _AS_IT_IS:
                         output = self._output(inputs, piece)
                 except ValueError as error:
                     explain_batch_of_one(error, piece)
@@ -871,9 +871,12 @@ def explain_batch_of_one(error: ValueError, piece: Slice) -> None:
         )
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
 def autocast(job: TrainJob) -> contextlib.AbstractContextManager[object]:
     if job.autocast is None:
-        return contextlib.nullcontext()
+        return _AS_IT_IS
     return torch.autocast(job.device.type, dtype=job.autocast)
 
 
