@@ -318,7 +318,7 @@ class Compute:
             for parameter in others:
                 parameter.requires_grad_(False)
         try:
-            with own_gradients.resting():
+            with own_gradients.Resting():
                 return self._forward_backward(batch, rank=rank, step=step, before_backward=before_backward)
         finally:
             for parameter in others:

@@ -23,13 +23,12 @@ ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSpro
 """By exact class: a subclass may look at a whole tensor (LAMB's norms)."""
 
 
-def on_local_tensors(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Context in which the optimizer holds this rank's parts in place of its DTensors; without effect where its update needs the whole."""
-    return _holding_parts(optimizer) if _is_local(optimizer) else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def _holding_parts(optimizer: Optimizer) -> Iterator[None]:
+def on_local_tensors(optimizer: Optimizer) -> Iterator[None]:
+    """Context in which the optimizer holds this rank's parts in place of its DTensors; without effect where its update needs the whole."""
+    if not _is_local(optimizer):
+        yield
+        return
     groups = [group["params"] for group in optimizer.param_groups]
     parts = {p: p._local_tensor for params in groups for p in params if isinstance(p, DTensor)}
     states = {p: optimizer.state.pop(p) for p in parts if p in optimizer.state}
