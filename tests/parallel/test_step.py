@@ -57,10 +57,6 @@ def test_a_loss_that_is_not_finite_names_its_rank_and_is_not_applied() -> None:
     assert [rank for rank, _ in verdict.nonfinite] == [1, 3]
 
 
-def test_a_norm_that_is_not_finite_is_not_applied() -> None:
-    assert not decide(vector_of([1.0], [1.0], [ControlFlags()]), grad_norm=math.inf).applied
-
-
 def test_a_batch_that_counts_nothing_has_no_loss() -> None:
     verdict = decide(vector_of([0.0, 0.0], [0.0, 0.0], [ControlFlags(), ControlFlags()]))
     assert verdict.loss == 0.0

@@ -62,7 +62,7 @@ def _add_squares(keys: Any, rows: Any, table: Any, out: Any) -> None:
 
 def update(optimizer: torch.optim.Optimizer) -> None:
     """Update by sparse gradients where a loop exists, and drop those gradients: `optimizer.step()` does the rest."""
-    if not _is_compiled() or not _is_plain(optimizer):
+    if not _is_plain(optimizer) or not _is_compiled():
         return
     rule = _RULES[type(optimizer)]
     for group in optimizer.param_groups:

@@ -318,7 +318,7 @@ class Compute:
             for parameter in others:
                 parameter.requires_grad_(False)
         try:
-            with own_gradients.resting():
+            with own_gradients.Resting():
                 return self._forward_backward(batch, rank=rank, step=step, before_backward=before_backward)
         finally:
             for parameter in others:
@@ -343,25 +343,26 @@ class Compute:
             with autocast(self._job), gathering.over(piece, num_micro=job.num_micro) as gathered:
                 rests = piece.borrowed and self._ranks is None
                 try:
-                    with batchnorm_at_rest(self._batchnorms) if rests else contextlib.nullcontext():
+                    with batchnorm_at_rest(self._batchnorms) if rests else _AS_IT_IS:
                         output = self._output(inputs, piece)
                 except ValueError as error:
                     explain_batch_of_one(error, piece)
                     raise
                 if self._tells_graphs:
                     self._tell_graphs()
-                num_samples = max(piece.num_local, 1)
+                num_samples, is_due = max(piece.num_local, 1), self._is_check_due
                 # A loss may write into its target, and `check` asks it once more.
                 is_asked_again = self._checks_loss and job.loss.is_checked
                 kept_target = map_tensors(Tensor.clone, target) if is_asked_again else target
-                outputs_of = [tensor.grad_fn for tensor in tensors(output)]  # before a loss writes into them
+                # Before a loss writes into them.
+                outputs_of = [tensor.grad_fn for tensor in tensors(output)] if is_due else []
                 total, piece_count = job.loss(output, target, num_samples, piece.num_global, weight)
             self.gathers = gathered.is_used
             for name, (its_sum, its_count) in job.loss.named.items():
                 before, factor = named.get(name, (0.0, 0.0)), float(not piece.borrowed)
                 named[name] = before[0] + its_sum * factor, before[1] + its_count * factor
             # One sample has no halves, and those of a loss over the whole batch say nothing.
-            is_due, must_check = self._is_check_due, self._checks_loss and job.loss.must_check
+            must_check = self._checks_loss and job.loss.must_check
             # A worker that has the whole batch (relaxed strategies, local SGD) divides no loss.
             has_part = piece.num_local < piece.num_global
             if (is_due or must_check) and has_part and piece.num_local > 1 and not self.gathers:
@@ -375,7 +376,7 @@ class Compute:
             if not piece.borrowed:
                 totals.append(total.detach())
                 count += piece_count
-                outputs.append(map_tensors(lambda tensor: tensor.detach(), job.loss.predictions(output)))
+                outputs.append(map_tensors(Tensor.detach, job.loss.predictions(output)))
             if number == len(pieces) - 1:
                 whole = _sum(totals, total)
                 contributed = LossSum(
@@ -391,8 +392,12 @@ class Compute:
                 (job.scaled(total) / batch.num_global).backward()  # type: ignore[no-untyped-call]
             elif self._borrowed_run_back or self.gathers:
                 (total * 0.0).backward()  # type: ignore[no-untyped-call]
-        is_due = self._num_steps[self._turn].bit_count() == 1 or job.checks_every_loss
-        if self._forward_is_collective and self._checks_loss and is_due and not self.gathers:
+        if (
+            self._forward_is_collective
+            and self._checks_loss
+            and not self.gathers
+            and (job.checks_every_loss or self._num_steps[self._turn].bit_count() == 1)
+        ):
             # On every rank, whatever its samples, at powers of two; after backward, since fsdp counts
             # forwards.
             self._check_forward(piece)
@@ -406,8 +411,9 @@ class Compute:
     @property
     def _is_check_due(self) -> bool:
         """Due at the first step and ever more rarely: a mask may leave the first batches whole."""
-        is_due = self._num_steps[self._turn] >= self._next_check.get(self._turn, 1)
-        return self._checks_loss and (self._job.checks_every_loss or is_due)
+        if not self._checks_loss or self._job.checks_every_loss:
+            return self._checks_loss
+        return self._num_steps[self._turn] >= self._next_check.get(self._turn, 1)
 
     def _check_forward(self, piece: Slice) -> None:
         """Run the model's own loss on the slice and on its halves again, in evaluation mode and without side effects.
@@ -865,9 +871,12 @@ def explain_batch_of_one(error: ValueError, piece: Slice) -> None:
         )
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
 def autocast(job: TrainJob) -> contextlib.AbstractContextManager[object]:
     if job.autocast is None:
-        return contextlib.nullcontext()
+        return _AS_IT_IS
     return torch.autocast(job.device.type, dtype=job.autocast)
 
 

@@ -7,11 +7,13 @@ which waits for the sums, decides and updates. A lost peer is a retry inside
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shoal.collectives.compression import Traffic, compressor
 from shoal.collectives.gradients import BETWEEN_HOSTS_BYTES, BUCKET_BYTES, GradientExchange
@@ -107,6 +109,7 @@ class Ddp:
         """Build what runs, sums and updates the model in its present form."""
         self._compute = self._make_compute(job)
         self._parameters = list(job.model.parameters())
+        self._has_dtensors = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         if job.is_own_loop:
             self._watch_own_loop(job.model)
         if job.build_optimizer is not None and self.optimizer is None:
@@ -219,7 +222,7 @@ class Ddp:
             with recorder.APPLY:
                 scale(gradients, factor)
                 fused_updates.update(self.optimizer)
-                with on_local_tensors(self.optimizer):
+                with on_local_tensors(self.optimizer) if self._has_dtensors else contextlib.nullcontext():
                     self.optimizer.step()
         else:
             self._exchange.restore_buffers()

@@ -6,8 +6,6 @@ are numbered exchanges, so a replaced worker replays them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +24,7 @@ from shoal.recovery.elastic_group import elastic_group
 
 @dataclass(slots=True)
 class GatherScope:
-    """Slice that a loss is computed on."""
+    """Slice that a loss is computed on; as a context, for its forward and loss."""
 
     num_local: int
     weight: float
@@ -34,6 +32,13 @@ class GatherScope:
 
     num_micro: int = 1
     is_used: bool = False
+
+    def __enter__(self) -> GatherScope:
+        enter(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        enter(None)
 
 
 _scope: GatherScope | None = None
@@ -49,15 +54,9 @@ def current() -> GatherScope | None:
     return _scope
 
 
-@contextlib.contextmanager
-def over(part: Slice, *, num_micro: int = 1) -> Iterator[GatherScope]:
+def over(part: Slice, *, num_micro: int = 1) -> GatherScope:
     """Context for forward and loss of this slice."""
-    scope = GatherScope(part.num_local, 1.0, num_micro)
-    enter(scope)
-    try:
-        yield scope
-    finally:
-        enter(None)
+    return GatherScope(part.num_local, 1.0, num_micro)
 
 
 def gather(tensor: Tensor) -> Tensor:

@@ -238,6 +238,8 @@ class SumAndCount(LossRule):
         self._sum: Any = copy.copy(module)  # shares weights, so that a later .to() reaches both
         self._sum.reduction = "sum"
         self._each = without_reduction(module)
+        # Those that a loss of this class can have; to ask one for a name that it does not know takes microseconds.
+        self._class_weights = [name for name in ("weight", "pos_weight") if hasattr(module, name)]
         per_sample = denominator is _samples or module.reduction == "batchmean"
         self._counts = (
             labels_of_row if denominator is _labels else samples_of_row if per_sample else elements_of_row
@@ -259,8 +261,8 @@ class SumAndCount(LossRule):
 
     def _follow(self, output: Tensor) -> None:
         # Class weights belong to the loss; the model may have moved to another device or precision since.
-        for name in ("weight", "pos_weight"):
-            weight = getattr(self._mean, name, None)
+        for name in self._class_weights:
+            weight = getattr(self._mean, name)
             if weight is not None and (weight.device != output.device or weight.dtype != output.dtype):
                 moved = weight.to(device=output.device, dtype=output.dtype)
                 setattr(self._mean, name, moved)

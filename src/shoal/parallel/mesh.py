@@ -229,7 +229,7 @@ class MeshParallel(Ddp):
             return super()._run(batch)
         if self._ranks is not None:
             self._ranks.enter(self._group.view)
-        with own_gradients.resting():
+        with own_gradients.Resting():
             loss = self._pipeline.forward_backward(batch, rank=self._data_rank, step=self.step)
         self._ties.sum()
         self._contribute(loss, batch.share)
@@ -376,7 +376,7 @@ class MeshParallel(Ddp):
         if self._axes.tp > 1:
             with forward_state.attributes_kept(model):
                 plan = self._find_tensor_plan(model, mesh)
-        with own_gradients.resting():  # measuring runs it forward and back
+        with own_gradients.Resting():  # measuring runs it forward and back
             found = self._find_stages(model, plan) if self._axes.pp > 1 else None
         self._tensor_plan, self._stage_cut = plan, found[1] if found is not None else None
         self._layer_names = list(layers_of(model))  # now: afterwards a stage has only its own

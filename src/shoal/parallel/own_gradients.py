@@ -6,8 +6,7 @@ from those of backward. Exchanges nothing: `ddp.py` and `ps.py` sum, each in its
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +17,18 @@ from shoal.errors import ConfigError
 _rests = False
 
 
-@contextlib.contextmanager
-def resting() -> Iterator[None]:
+class Resting:
     """Context in which a Trainer runs, perhaps on a model that a loop was set up with: its gradients are not the loop's."""
-    global _rests
-    before, _rests = _rests, True
-    try:
-        yield
-    finally:
-        _rests = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        global _rests
+        self._before, _rests = _rests, True
+
+    def __exit__(self, *raised: object) -> None:
+        global _rests
+        _rests = self._before
 
 
 def rests() -> bool:
@@ -44,8 +46,6 @@ class OwnGradients:
     def __init__(self, model: nn.Module) -> None:
         self.weight = 1.0
         """Share of the global batch of the next backward."""
-
-        """Number of gradients accumulated so far; changes with every backward that reaches the model."""
 
         self._all = list(model.named_parameters())
         self._watched = [(name, p) for name, p in self._all if p.requires_grad]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shoal.collectives.gradients import GradientExchange
 from shoal.collectives.reducer import Reducer
 from shoal.errors import PeerLost
-from shoal.parallel.buffers import ChangingBuffers, RunningStatistics
+from shoal.parallel.buffers import ChangingBuffers, RunningStatistics, have_buffers
 from shoal.parallel.protocol import ControlFlags, LossSum, StepResult, TrainJob
 from shoal.parallel.state import norm_of
 
@@ -40,21 +40,23 @@ def contribution(
     )
 
 
-def decide(vector: Tensor, *, grad_norm: float | None = None) -> StepResult:
-    """StepResult from the summed vector, and the gradient's norm if requested."""
+def decide(vector: Tensor) -> StepResult:
+    """StepResult from the summed vector."""
     values = vector.tolist()
     losses = values[_LOSSES:]
     count = values[_COUNT]
     # Added in rank order: the same bits on every rank, whichever route the vector took.
-    total = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
-    nonfinite = tuple((rank, loss) for rank, loss in enumerate(losses) if not math.isfinite(loss))
-    finite = not nonfinite and math.isfinite(count) and (grad_norm is None or math.isfinite(grad_norm))
+    if all(map(math.isfinite, losses)):
+        total, nonfinite = math.fsum(losses), ()
+    else:
+        total = sum(losses)
+        nonfinite = tuple((rank, loss) for rank, loss in enumerate(losses) if not math.isfinite(loss))
     return StepResult(
         loss=total / count if count else math.nan if nonfinite else 0.0,
         loss_total=total,
         count=count,
-        applied=finite,
-        grad_norm=grad_norm,
+        applied=not nonfinite and math.isfinite(count),
+        grad_norm=None,  # `clip` knows it, where it is measured
         stop=values[_STOP] > 0,
         checkpoint=values[_CHECKPOINT] > 0,
         leave=values[_LEAVE] > 0,
@@ -90,11 +92,13 @@ def besides_of(named: Mapping[str, tuple[float, float]]) -> list[float]:
     return [number for name in sorted(named) for number in named[name]]
 
 
-def with_named(result: StepResult, names: Iterable[str], sums: Sequence[float]) -> StepResult:
+def with_named(result: StepResult, names: Collection[str], sums: Sequence[float]) -> StepResult:
     """The result, with means of the summed `besides_of`."""
+    if not names:
+        return result
     pairs = zip(sorted(names), zip(sums[::2], sums[1::2], strict=True), strict=True)
     named = tuple((name, total / count if count else math.nan) for name, (total, count) in pairs)
-    return dataclasses.replace(result, named=named) if named else result
+    return dataclasses.replace(result, named=named)
 
 
 class StepExchange:
@@ -144,8 +148,8 @@ class StepExchange:
     def keep_buffers(self) -> None:
         """Keep the buffers before a forward writes into them."""
         self._are_kept = True
-        if not any(module._buffers for module in self._modules):
-            return  # finding their names costs a tenth of a short step's Python time
+        if not have_buffers(self._modules):
+            return
         constants = self._changing.constants()
         self.buffers_before = {
             name: buffer.clone()

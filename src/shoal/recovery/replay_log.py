@@ -64,6 +64,8 @@ class ExchangeLog:
 
     def pass_up_to(self, kind: type) -> bool:
         """Replay all results before the first known one of this kind; False if none is known."""
+        if not self._inherited:
+            return False
         at = min(
             (number for number, known in self._inherited.items() if isinstance(known, kind)), default=None
         )

@@ -387,7 +387,8 @@ class Ps:
         told, at = flat[-2:].tolist(), 4 + self._num_workers
         result = decide(flat[:at])
         norm = told[1] if self._wants_norm and result.applied else None
-        result = dataclasses.replace(result, applied=bool(told[0]), grad_norm=norm)
+        if norm is not None or bool(told[0]) != result.applied:
+            result = dataclasses.replace(result, applied=bool(told[0]), grad_norm=norm)
         if result.applied:
             self._conclude_buffers(flat[at:-2])
         self._end(result)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
@@ -149,6 +149,7 @@ class CallbackList:
         self._all = sorted(callbacks, key=lambda callback: callback.runs_last)
         self._here = [callback for callback in self._all if callback.ranks == "every" or rank == 0]
         self._standing: list[Any] | None = None
+        self._tensors: _ModelTensors | None = None
         self._is_deep = False
 
     def __iter__(self) -> Iterator[Callback]:
@@ -198,13 +199,19 @@ class CallbackList:
         With `_is_deep` also writes through `.data`, which torch does not count.
         """
         model, optimizer = trainer.train_job.model, trainer.strategy.optimizer
-        parameters = list(model.parameters())
+        if self._tensors is None or not self._tensors.are_of(model):
+            self._tensors = _ModelTensors(model)
+        parameters, buffers = self._tensors.now()
         groups = optimizer.param_groups if optimizer is not None else []
         return [
             [[parameter._version for parameter in parameters], _norms(parameters) if self._is_deep else ()],
-            [buffer._version for buffer in model.buffers()],
+            [buffer._version for buffer in buffers],
             [parameter.requires_grad for parameter in parameters],
-            [{key: str(value) for key, value in group.items() if key != "params"} for group in groups],
+            # A tensor or a list may be changed in place: what it is now is its text.
+            [
+                {k: v if type(v) in _UNCHANGING else str(v) for k, v in group.items() if k != "params"}
+                for group in groups
+            ],
         ]
 
     def has_own(self, hook: str) -> bool:
@@ -243,6 +250,32 @@ def average_decay(callbacks: CallbackList) -> float | None:
 
 
 _PARTS = ("weights", "buffers", "requires_grad", "settings of the optimizer")
+
+
+class _ModelTensors:
+    """Parameters and buffers of a model, read twice a step: modules are walked again only once one was exchanged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Kept, so that no other module has the id of one that went.
+        self._model, self._modules = model, (modules := list(model.modules()))
+        self._children = [module._modules for module in modules]
+        self._parameters = [module._parameters for module in modules]
+        self._buffers = [module._buffers for module in modules]
+        self._ids = self._ids_of_children()
+
+    def are_of(self, model: nn.Module) -> bool:
+        return self._model is model and self._ids == self._ids_of_children()
+
+    def now(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """They may be others each time, and one that modules share is there several times."""
+        parameters = [each for held in self._parameters for each in held.values() if each is not None]
+        return parameters, [each for held in self._buffers for each in held.values() if each is not None]
+
+    def _ids_of_children(self) -> list[int]:
+        return [id(child) for children in self._children for child in children.values()]
+
+
+_UNCHANGING = {float, int, bool, type(None)}
 
 
 @torch.no_grad()
