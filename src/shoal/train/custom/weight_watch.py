@@ -87,12 +87,7 @@ def act_on_sums(optimizer: Optimizer, sum_gradients: Callable[[], None]) -> None
 
 def digest(model: nn.Module) -> int:
     """A number that differs where any weight does."""
-    total = 0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            flat = parameter.detach().contiguous().reshape(-1)
-            total += int(flat.view(torch.int8 if flat.element_size() == 1 else torch.int16).sum())
-    return total
+    return sum(own_gradients.bits(parameter) for parameter in model.parameters())
 
 
 def refuse_different(digests: list[int], gather: Callable[[Tensor], list[Tensor]]) -> None:
