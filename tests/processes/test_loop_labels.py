@@ -59,7 +59,8 @@ def summed_over_constant(out, y):
     return out.square().sum() / 10 + F.cross_entropy(out.mT, y.clamp(min=0))
 
 def one_by_one(out, y):
-    return sum(F.mse_loss(each, each.detach() + 1) + each.square().mean().sqrt() for each in out) / len(out)
+    rows = [each.reshape(-1)[:7] for each in out]
+    return sum(F.mse_loss(each, each.detach() + 1) + each.square().mean().sqrt() for each in rows) / len(out)
 
 for seed, loss_of in enumerate((ignored, weighted, masked, summed, summed_over_constant, one_by_one)):
     model, optimizer, batches = set_up(seed)

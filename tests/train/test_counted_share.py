@@ -99,7 +99,7 @@ COUNTED: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 def test_a_loss_counts_a_share_of_the_slice(name: str) -> None:
     loss, expected = COUNTED[name]
     output = outputs()
-    counted = LossCounts().read([loss(output)], 8, 24)
+    counted = LossCounts().read([loss(output)], (8, 24))
     assert counted.share == pytest.approx(expected, rel=1e-6)
     assert counted.sums == []
 
@@ -126,7 +126,7 @@ def test_a_sum_over_samples_is_that_of_the_batch(name: str) -> None:
     alone, in_slice = data.clone().requires_grad_(), data.clone().requires_grad_()
     SUMS[name](torch.eye(8) @ alone).backward()
     loss = SUMS[name](torch.eye(8) @ in_slice)
-    counted = LossCounts().read([loss], 8, 24)
+    counted = LossCounts().read([loss], (8, 24))
     assert (counted.share, counted.is_sum) == (1.0, True)
     with counted.whole_sums(3.0):
         loss.backward(retain_graph=True)
@@ -139,7 +139,7 @@ def test_a_sum_over_samples_is_that_of_the_batch(name: str) -> None:
 def test_a_sum_beside_a_mean_and_a_penalty_is_taken_by_itself() -> None:
     output = outputs()
     loss = F.cross_entropy(output, LABELS.clamp(min=0)) + 0.1 * square(output).sum() + penalty(WEIGHT)
-    counted = LossCounts().read([loss], 8, 24)
+    counted = LossCounts().read([loss], (8, 24))
     assert (counted.share, len(counted.sums), counted.is_sum) == (1.0, 1, False)
 
 
@@ -147,7 +147,7 @@ def test_a_factor_that_was_constant_before_is_no_number_of_samples() -> None:
     counts = LossCounts()
     for num_samples in (8, 2):
         output = outputs(num_samples)
-        assert counts.read([-0.5 * output.exp().sum()], num_samples, 24).is_sum
+        assert counts.read([-0.5 * output.exp().sum()], (num_samples, 24)).is_sum
 
 
 UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -177,16 +177,16 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_loss_of_parts_that_count_differently_is_refused(name: str) -> None:
     output = outputs()
     with pytest.raises(ConfigError, match=r"shoal\.(mean\(sum, count\)|gather)"):
-        LossCounts().read([UNKNOWN[name](output)], 8, 24)
+        LossCounts().read([UNKNOWN[name](output)], (8, 24))
 
 
 def test_classes_are_no_samples_and_an_unknown_loss_is_named() -> None:
     output = outputs(4)
-    assert LossCounts().read([F.cross_entropy(output @ WEIGHT, torch.arange(4))], 4, 8).share == 1.0
+    assert LossCounts().read([F.cross_entropy(output @ WEIGHT, torch.arange(4))], (4, 8)).share == 1.0
 
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x.sum()
 
-    assert LossCounts().read([2 * Own.apply(output)], 4, 8).unknown == "OwnBackward"
+    assert LossCounts().read([2 * Own.apply(output)], (4, 8)).unknown == "OwnBackward"

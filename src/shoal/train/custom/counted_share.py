@@ -116,13 +116,14 @@ class LossCounts:
         self._fixed: set[float] = set()
         self._num_whole = 0  # samples of the largest batch
         self._num_samples = self._num_global = 1
+        self._slices: tuple[tuple[int, int], ...] = ()
         self._sums: list[Any] = []
         self._unknown: str | None = None
 
-    def read(self, losses: Iterable[Tensor], num_samples: int, num_global: int) -> Counted:
-        """What these losses, together, count of a slice of `num_samples`."""
-        self._num_samples, self._num_global = num_samples, num_global
-        self._num_whole = max(self._num_whole, num_global)
+    def read(self, losses: Iterable[Tensor], *slices: tuple[int, int]) -> Counted:
+        """What these losses, together, count of slices; of each the samples, and those of its batch."""
+        self._slices, (self._num_samples, self._num_global) = slices, slices[0]
+        self._num_whole = max(self._num_whole, self._num_global)
         self._sums, self._unknown = [], None
         terms = self._with_samples([term for loss in losses for term in self._terms(loss.grad_fn)])
         known = [term.share for term in terms if term.share is not None]
@@ -189,7 +190,9 @@ class LossCounts:
 
     def _term(self, node: Any, factor: float) -> Term | None:
         """A mean or a sum that is known; None otherwise."""
-        inner, num_samples = _children(node), self._num_samples
+        inner = _children(node)
+        self._look_at_rows(node)
+        num_samples = self._num_samples
         if getattr(node, "_saved_reduction", None) == _MEAN and hasattr(node, "_saved_target"):
             num_targets = node._saved_target.numel()
             if not hasattr(node, "_saved_total_weight"):
@@ -219,6 +222,16 @@ class LossCounts:
         ):
             [summed] = _children(summed)
         return self._divided(node, summed) if _is_sum(summed) else None
+
+    def _look_at_rows(self, node: Any) -> None:
+        """Of the slices of several data, take the one whose samples this term has."""
+        if len(self._slices) == 1 or not _children(node):
+            return
+        target = _saved(node, "_saved_target")
+        sizes = tuple(target.shape) if isinstance(target, Tensor) else _shape(_children(node)[0])
+        fitting = [each for each in self._slices if _has_rows(sizes, each[0])]
+        exactly = [each for each in fitting if each[0] in sizes[:1]]
+        self._num_samples, self._num_global = (exactly or fitting or self._slices)[0]
 
     def _mean(self, selected: float | None, sizes: Iterable[int], factor: float) -> Term:
         if selected is not None:

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import inspect
 import os
 import sys
 import time
 import types
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, FunctionType
@@ -30,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.cluster.supervisor import failure
 from shoal.cluster.worker import session
@@ -58,7 +59,7 @@ from shoal.parallel.protocol import (
     TrainJob,
     has_diverged,
 )
-from shoal.parallel.state import norm_of
+from shoal.parallel.state import norm_of, whole
 from shoal.runtime import events, recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
@@ -205,6 +206,8 @@ class WorkerData:
             elif not self._has_begun:
                 self._has_begun = True
                 self._ledger.begin(is_inherited=place is not start, again={})
+            if self.job.num_workers > 1 and not script.open and (epoch + 1).bit_count() == 1:
+                watch_optimizers()
             script.open.append(self)
             recorder.RECORDER.base(recorder.READ)
             for part in self._parts(epoch, place.next_index):
@@ -523,7 +526,6 @@ class CustomLoop:
         refuse_lookups(self.job, model)
         self.inner = inner_optimizers(optimizer)
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
-        watch_optimizers()
         if self.job.num_workers > 1:
             self._num_groups = len(optimizer.param_groups)
             self._refuse_shared(model)
@@ -603,8 +605,6 @@ class CustomLoop:
                 self.strategy.replay_log,
                 f"a second optimizer ({type(optimizer).__name__}) trains the model, whose state is not handed to a new worker",
             )
-        if self.job.num_workers == 1:
-            return
         if strategies.parse(self.job.strategy).base != "ddp" or self.job.sync_every is not None:
             raise ConfigError(
                 f"a second optimizer ({type(optimizer).__name__}) steps parameters of a model that shoal.setup was given, and under '{self.how_apart}' "
@@ -735,9 +735,14 @@ class Script:
         scope = gathering.current()
         if scope is not None and scope.is_used:
             return Counted(1.0, [])  # rows of all workers are the same on each of them
-        counted = self.loss_counts.read(losses, max(part.num_local, 1), part.num_global)
-        if not counted.is_exact:
-            self._refuse_different_shares()
+        different = self._different_shares()
+        parts = [(max(each.num_local, 1), each.num_global) for each in (part, *self._trained_parts())]
+        try:
+            counted = self.loss_counts.read(losses, *dict.fromkeys(parts))
+        except ConfigError as error:
+            raise different or error from None
+        if different is not None and not counted.is_exact:
+            raise different
         if counted.unknown is not None and not self.has_unknown_loss:
             self.has_unknown_loss = True
             if jobs.rank() == 0:
@@ -762,19 +767,23 @@ class Script:
     @property
     def trained(self) -> Slice | None:
         """The slice that gradients are computed of: not one that was taken to evaluate."""
-        parts = [data.taken for data in self.open if data.has_pending and data.is_trained_on]
+        parts = self._trained_parts()
         return self.slice if not parts or any(part is self.slice for part in parts) else parts[-1]
 
-    def _refuse_different_shares(self) -> None:
-        """Refuse gradients of several data if this worker's slices are different parts of their batches."""
-        parts = [data.taken for data in self.open if data.has_pending and data.is_trained_on and data.taken]
-        if len({part.num_local / part.num_global for part in parts}) > 1:
-            raise ConfigError(
-                f"batches of {len(parts)} data were taken for one step, and this worker's slices are different shares of them "
-                f"({', '.join(f'{part.num_local} of {part.num_global} samples' for part in parts)}), so no weight is right for the gradients of "
-                "all. Nothing of this step was applied; let every batch be a multiple of the number of workers, or divide each loss by itself: "
-                f"{counted_share.CURE}."
-            )
+    def _different_shares(self) -> ConfigError | None:
+        """Refusal of gradients of several data, if this worker's slices are different parts of their batches."""
+        parts = self._trained_parts()
+        if len({part.num_local / part.num_global for part in parts}) < 2:
+            return None
+        return ConfigError(
+            f"batches of {len(parts)} data were taken for one step, and this worker's slices are different shares of them "
+            f"({', '.join(f'{part.num_local} of {part.num_global} samples' for part in parts)}), so no weight is right for the gradients of "
+            "all. Nothing of this step was applied; let every batch be a multiple of the number of workers, or divide each loss by itself: "
+            f"{counted_share.CURE}."
+        )
+
+    def _trained_parts(self) -> list[Slice]:
+        return [data.taken for data in self.open if data.has_pending and data.is_trained_on and data.taken]
 
     def go_on_with(self, data: WorkerData) -> None:
         """The script is back at the batch that it took before it went through other data."""
@@ -993,10 +1002,24 @@ def _check_weights() -> None:
 
 
 def refuse_different_weights(gather: Callable[[Tensor], list[Tensor]]) -> None:
-    """Refuse models that each worker has trained for itself. Collective."""
-    digests = [found for loop in script.loops if (found := loop.digest) is not None]
-    if digests and jobs.num_workers() > 1:
-        refuse_different(digests, gather)
+    """Refuse models that each worker has trained for itself, or with a learning rate of its own. Collective."""
+    loops = [loop for loop in script.loops if loop.optimizer is not None]
+    if jobs.num_workers() == 1 or any(isinstance(loop.strategy, (Leased, PeriodicSync)) for loop in loops):
+        return
+    digests = [found for loop in loops if (found := loop.digest) is not None]
+    groups = [
+        [_plain_settings(group) for group in loop.optimizer.param_groups] for loop in loops if loop.optimizer
+    ]
+    settings = [zlib.crc32(repr(each).encode()) for each in groups]
+    refuse_different(settings, digests, gather)
+
+
+def _plain_settings(group: dict[str, Any]) -> list[Any]:
+    given = {
+        key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+    }
+    return sorted((key, value) for key, value in given.items() if isinstance(value, (int, float, str)))
 
 
 def _no_batch_yet(what: str) -> ConfigError:
@@ -1105,25 +1128,33 @@ def watch_backward() -> None:
     torch.autograd.backward = backward
 
 
-_watches_optimizers = False
-
-
 def watch_optimizers() -> None:
-    """Look at every step of an optimizer that shoal.setup was not given, until the script ends."""
-    global _watches_optimizers
-    if not _watches_optimizers:
-        _watches_optimizers = True
-        register_optimizer_step_pre_hook(_before_step)
+    """Look at the steps of optimizers that shoal.setup was not given."""
+    known = [each for loop in script.loops for each in (loop.optimizer, *loop.inner)]
+    for thing in gc.get_objects():
+        # Not isinstance: it asks the object itself, and deprecated ones answer with a warning.
+        if not issubclass(type(thing), torch.optim.Optimizer) or any(thing is each for each in known):
+            continue
+        update = thing.step
+        if getattr(update, "is_watched", False):
+            continue
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, update: Any = update, **kwargs: Any) -> Any:
+            _before_step(optimizer)
+            return update(*args, **kwargs)
+
+        step.__dict__.update(getattr(update, "__dict__", {}), is_watched=True)
+        thing.step = types.MethodType(step, thing)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer) -> None:
     loops = [loop for loop in script.loops if loop.optimizer is not None]
     is_known = any(optimizer is known for loop in loops for known in (loop.optimizer, *loop.inner))
     if is_known or not script.open or own_gradients.rests() or any(loop.is_committing for loop in loops):
         return
     given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     known = set[int]().union(*(loop.parameter_ids for loop in loops))
-    if jobs.num_workers() > 1 and any(p.grad is not None for key, p in given.items() if key not in known):
+    if any(p.grad is not None for key, p in given.items() if key not in known):
         refuse_foreign(optimizer, known)
     for loop in loops:
         if not loop.parameter_ids.isdisjoint(given):
@@ -1177,11 +1208,15 @@ def _of_parts(
     there = [gradient for gradient in gradients if gradient is not None]
     if not any(isinstance(gradient, DTensor) for gradient in there):
         return function(given, *args, **kwargs)
+    given = list(given)
     bound = inspect.signature(function).bind(given, *args, **kwargs)
+    bound.apply_defaults()
     bound.arguments["foreach"] = False
     is_plain = not bound.arguments.get("error_if_nonfinite") and bound.arguments.get("norm_type", 2.0) == 2.0
     if function.__name__ == "_get_total_norm" and is_plain:
         return torch.tensor(norm_of(there), dtype=there[0].dtype, device=there[0].device)
+    if function.__name__ == "_get_total_norm":  # of norms; torch has none of a rank's empty shard
+        given[:] = [torch.linalg.vector_norm(whole(each), bound.arguments["norm_type"]) for each in there]
     return function(*bound.args, **bound.kwargs)
 
 
