@@ -44,7 +44,7 @@ from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.errors import CheckpointError, ConfigError, Interrupted, TrainingError
-from shoal.parallel import create, gathering, own_gradients
+from shoal.parallel import create, gathering, own_gradients, parameter_loss
 from shoal.parallel.compute import place as place_on
 from shoal.parallel.compute import seed_all
 from shoal.parallel.gathering import GatherScope
@@ -426,6 +426,7 @@ class CustomLoop:
         if self.optimizer is None or not self._takes_shares:
             return
         if self._watch is None or self._watch.was_reached:
+            self._has_new = True  # fsdp has no hooks on parameters
             self._shares.append(share)
             self._refuse_uneven(most=1)
 
@@ -525,6 +526,7 @@ class CustomLoop:
         refuse_hooks(self.job, model)
         refuse_lookups(self.job, model)
         self.inner = inner_optimizers(optimizer)
+        self._uncut = parameter_loss.Uncut(model)
         self.parameter_ids = {id(parameter) for parameter in model.parameters()}
         if self.job.num_workers > 1:
             self._num_groups = len(optimizer.param_groups)
@@ -596,6 +598,10 @@ class CustomLoop:
                     f"the model that shoal.setup was given shares '{name}' with one that it was given before, and their gradients would be summed "
                     "twice. Nothing was trained; give shoal.setup one module that has both, nn.ModuleList([one, other]), with each optimizer."
                 )
+
+    def has_given(self, parameter: Tensor) -> bool:
+        """Whether a parameter is one of this model's, as it was before a strategy partitioned it, or now."""
+        return id(parameter) in self.parameter_ids or self._uncut.name_of(parameter) is not None
 
     def step_beside(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer is about to step parameters of this model: on the sum of their gradients."""
@@ -669,7 +675,7 @@ class CustomLoop:
         finally:
             self.is_committing = False
         self._has_stepped = True
-        self._has_new = strategies.parse(self.job.strategy).axes is not None  # those drop what they have used
+        self._has_new = False
         for loop in script.loops:  # a step of one model may end with a change of another's weights
             loop.weights_are_equal()
         script.ended = script.ended or result.leave
@@ -733,8 +739,8 @@ class Script:
     def counts_of(self, losses: list[Tensor], part: Slice) -> Counted:
         """How the losses of a backward count the slice; an operation that nothing is known of is reported once."""
         scope = gathering.current()
-        if scope is not None and scope.is_used:
-            return Counted(1.0, [])  # rows of all workers are the same on each of them
+        if (scope is not None and scope.is_used) or part.num_local == part.num_global:
+            return Counted(1.0, [])  # rows of the whole batch
         different = self._different_shares()
         parts = [(max(each.num_local, 1), each.num_global) for each in (part, *self._trained_parts())]
         try:
@@ -1152,12 +1158,11 @@ def _before_step(optimizer: torch.optim.Optimizer) -> None:
     is_known = any(optimizer is known for loop in loops for known in (loop.optimizer, *loop.inner))
     if is_known or not script.open or own_gradients.rests() or any(loop.is_committing for loop in loops):
         return
-    given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    known = set[int]().union(*(loop.parameter_ids for loop in loops))
-    if any(p.grad is not None for key, p in given.items() if key not in known):
-        refuse_foreign(optimizer, known)
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.grad is not None and not any(loop.has_given(p) for loop in loops) for p in given):
+        refuse_foreign(optimizer, set[int]().union(*(loop.parameter_ids for loop in loops)))
     for loop in loops:
-        if not loop.parameter_ids.isdisjoint(given):
+        if any(map(loop.has_given, given)):
             loop.step_beside(optimizer)
 
 
