@@ -132,6 +132,44 @@ keep("autograd", model)
 """
 
 
+BESIDE = """
+# Two optimizers of one model, of which shoal.setup is given one or both; the step of either comes first.
+for seed, is_given in enumerate((False, True)):
+    model = mlp(seed)
+    first, second = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[2].parameters(), lr=0.02)
+    model, first, batches = shoal.setup(model, first, data)
+    if is_given:
+        model, second, batches = shoal.setup(model, second, data)
+    norm = 0.0
+    for number, (a, b) in enumerate(batches):
+        first.zero_grad(set_to_none=number % 2 == 0)
+        second.zero_grad(set_to_none=number % 2 == 0)
+        F.cross_entropy(model(a), b).backward()
+        for optimizer in (first, second) if number % 2 else (second, first):
+            optimizer.step()
+        norm += float(sum(p.grad.square().sum() for p in model.parameters()))  # of the whole batch
+    keep(f"beside {is_given}", model, norm)
+
+# An evaluation on data of its own between forward and backward, and one batch of it in every step.
+model, optimizer, batches = set_up(2)
+held_out = shoal.Dataset.from_arrays((x[:14], label[:14])).batch(5)
+_, _, validation = shoal.setup(model, optimizer, held_out)
+_, _, endless = shoal.setup(model, optimizer, held_out)
+hits, one_by_one = 0.0, iter(endless)
+for number, (a, b) in enumerate(batches):
+    loss = F.cross_entropy(model(a), b)
+    with torch.no_grad():
+        for c, d in validation:
+            hits += float((model(c).argmax(1) == d).sum()) * (validation.num_local > 0)
+        if number < len(endless):
+            model(next(one_by_one)[0])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+keep("evaluated", model, shoal.reduce(hits))
+"""
+
+
 def trained(
     launch: Launch, body: str, folder: Path, workers: int, **options: object
 ) -> list[dict[str, torch.Tensor]]:
@@ -141,8 +179,11 @@ def trained(
     return [load_file(folder / f"rank-{rank}.safetensors") for rank in range(workers)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ps"])
-@pytest.mark.parametrize("body", [CLIPPED, ACCUMULATED], ids=["clipped", "accumulated"])
+@pytest.mark.parametrize(
+    ("body", "strategy"),
+    [(CLIPPED, "ddp"), (CLIPPED, "ps"), (ACCUMULATED, "ddp"), (ACCUMULATED, "ps"), (BESIDE, "ddp")],
+    ids=["clipped-ddp", "clipped-ps", "accumulated-ddp", "accumulated-ps", "beside-ddp"],
+)
 def test_gradients_of_an_own_loop_are_those_of_one_process(
     launch_script: Launch, tmp_path: Path, body: str, strategy: str
 ) -> None:
@@ -169,6 +210,31 @@ for a, b in batches:
     F.cross_entropy(model(a), b).backward()
     optimizer.step()
 """
+NEVER_CLEARED = CHANGED.replace("model[0].weight.grad.clamp_(-0.01, 0.01)", "pass")
+OUTSIDE = """
+model, scale = mlp(0), nn.Parameter(torch.zeros((), dtype=torch.float64))
+optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+model, optimizer, batches = shoal.setup(model, optimizer, data)
+for a, b in batches:
+    optimizer.step()
+"""
+OTHER_OPTIMIZER = """
+model, optimizer, batches = set_up(0)
+scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
+other = torch.optim.SGD([scale], lr=0.1)
+for a, b in batches:
+    F.cross_entropy(model(a) * scale.exp(), b).backward()
+    other.step()
+    optimizer.step()
+"""
+TWO_DATA = """
+model, optimizer, batches = set_up(0)
+_, _, others = shoal.setup(model, optimizer, shoal.Dataset.from_arrays(x).batch(17))
+for (a, b), c in zip(batches, others):
+    optimizer.zero_grad()
+    (F.cross_entropy(model(a), b) + model(c).square().mean()).backward()
+    optimizer.step()
+"""
 UNFROZEN = """
 model = mlp(0)
 model[0].weight.requires_grad_(False)
@@ -187,8 +253,31 @@ for a, b in batches:
         (CHANGED, "'0.weight' was changed between backward() and optimizer.step()"),
         (AFTER_THE_SUM, "after the gradients of this step had been summed"),
         (UNFROZEN, "'0.weight' has a gradient, and was frozen"),
+        (
+            CHANGED.replace(".grad.", ".grad.data."),
+            "'0.weight' was changed between backward() and optimizer.step()",
+        ),
+        (NEVER_CLEARED, "call optimizer.zero_grad() once for each step"),
+        (
+            OUTSIDE,
+            "the SGD trains 1 parameter (the first of shape ()) that the model given to shoal.setup does not have",
+        ),
+        (
+            OTHER_OPTIMIZER,
+            "the SGD trains 1 parameter (the first of shape ()) that the model given to shoal.setup does not have",
+        ),
+        (TWO_DATA, "different shares of them (3 of 10 samples, 5 of 17 samples)"),
     ],
-    ids=["changed", "after the sum", "unfrozen"],
+    ids=[
+        "changed",
+        "after the sum",
+        "unfrozen",
+        "through .data",
+        "never cleared",
+        "outside",
+        "another optimizer",
+        "two data",
+    ],
 )
 def test_gradients_that_would_be_summed_wrongly_are_refused(
     launch_script: Launch, tmp_path: Path, body: str, said: str, strategy: str
@@ -198,3 +287,12 @@ def test_gradients_that_would_be_summed_wrongly_are_refused(
     assert said in str(done.error)
     assert "Nothing of this step was applied" in str(done.error)
     assert not list(tmp_path.glob("rank-*"))
+
+
+def test_a_second_optimizer_of_a_model_is_refused_where_servers_hold_it(
+    launch_script: Launch, tmp_path: Path
+) -> None:
+    body = BESIDE.partition("# An evaluation")[0]
+    done = launch_script(HEAD + body + TAIL, workers=2, args=(str(tmp_path),), strategy="ps")
+    assert done.exit_code == 2, done.error
+    assert "a second optimizer (Adam) steps parameters of a model" in str(done.error)

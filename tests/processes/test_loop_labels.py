@@ -52,13 +52,23 @@ def masked(out, y):
     kept = (y >= 0).reshape(-1)
     return (F.cross_entropy(out.reshape(-1, 4), y.clamp(min=0).reshape(-1), reduction="none") * kept).sum() / kept.sum()
 
-for seed, loss_of in enumerate((ignored, weighted, masked)):
+def summed(out, y):
+    return 0.05 * F.cross_entropy(out.mT, y, reduction="sum")
+
+def summed_over_constant(out, y):
+    return out.square().sum() / 10 + F.cross_entropy(out.mT, y.clamp(min=0))
+
+def one_by_one(out, y):
+    rows = [each.reshape(-1)[:7] for each in out]
+    return sum(F.mse_loss(each, each.detach() + 1) + each.square().mean().sqrt() for each in rows) / len(out)
+
+for seed, loss_of in enumerate((ignored, weighted, masked, summed, summed_over_constant, one_by_one)):
     model, optimizer, batches = set_up(seed)
     for number, (a, b) in enumerate(batches):
         optimizer.zero_grad()
         loss = loss_of(model(a), b)
         loss.backward()
-        if seed == 0:
+        if seed in (0, 3):
             shoal.log(loss=loss)
         if number % 2:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -108,6 +118,37 @@ for a, b in batches:
     (F.cross_entropy(out.mT, b) + 0.1 * out.square().mean()).backward()
     optimizer.step()
 """
+
+OF_PAIRS = """
+model, optimizer, batches = set_up(0)
+for a, b in batches:
+    optimizer.zero_grad()
+    out = model(a)[:, 0]
+    F.cross_entropy(out @ F.normalize(out).T, torch.arange(len(out))).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (OF_PAIRS, "compares the 5 samples of this worker's slice with each other (in-batch negatives)"),
+        (
+            OF_SEVERAL_LOSSES.replace(
+                "F.cross_entropy(out.mT, b)", "F.mse_loss(out, out.detach() + 1).sqrt()"
+            ),
+            "takes the root of numbers",
+        ),
+    ],
+    ids=["pairs", "a root"],
+)
+def test_losses_that_compare_samples_are_refused(
+    launch_script: Launch, tmp_path: Path, body: str, said: str
+) -> None:
+    done = launch_script(HEAD + body + TAIL, workers=2, args=(str(tmp_path),))
+    assert done.exit_code == 2, done.error
+    assert said in str(done.error)
+    assert "use shoal.gather" in str(done.error) or "compare shoal.gather" in str(done.error)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *matrix_only("fsdp", "ps")])

@@ -226,9 +226,10 @@ class Ddp:
                     self.optimizer.step()
         else:
             self._exchange.restore_buffers()
-        drop_gradients(self._parameters)
         if self._own is not None:
-            self._own.forget()
+            self._own.keep()
+        else:
+            drop_gradients(self._parameters)
         self._exchange.forget_buffers()
         self.step += 1
         return result
@@ -264,7 +265,7 @@ class Ddp:
         if self._own.is_summed:
             return
         if not self._group.next_is_known:
-            self._own.check()
+            self._own.check(self.optimizer)
         own, num_global = self._own, batch.num_global
 
         exchange, buckets = self._group.exchange("a sum of gradients"), self._buckets
@@ -301,7 +302,7 @@ class Ddp:
             self._exchange.forget_buffers()
             self._own.forget()
             return
-        self._own.check()
+        self._own.check(self.optimizer)
         self._num_global = batch.num_global
         loss = LossSum(torch.zeros(()), batch.num_counted, None)
         self._contribute(loss, batch.share, with_gradients=not self._is_summed)

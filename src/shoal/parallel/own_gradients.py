@@ -49,9 +49,12 @@ class OwnGradients:
 
         self._all = list(model.named_parameters())
         self._watched = [(name, p) for name, p in self._all if p.requires_grad]
-        self._left: dict[int, tuple[int, int]] = {}  # by parameter: identity of the gradient after backward
+        self._left: dict[int, tuple[int, ...]] = {}  # by parameter: identity of the gradient after backward
+        self._step = 1
         self._contributed: set[int] = set()  # parameters that a sample of this rank's own reached
         self._sums: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}  # of the step before, for the script to read
+        self._uncleared: set[int] = set()  # parameters that backward has reached without a zero_grad() before
         self._nodes = []
         for number, (_, parameter) in enumerate(self._watched):
             with torch.enable_grad():
@@ -83,14 +86,26 @@ class OwnGradients:
             if gradient is not None:
                 self._sums[number] = gradient
 
-    def check(self) -> None:
-        """Refuse gradients that are neither as backward left them nor zero: summing them would be wrong.
+    def check(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Refuse gradients that are neither as backward left them nor zero: summing them would be wrong. And those that the optimizer's
+        `zero_grad` should have cleared: one process would have added to them.
 
         Afterwards a parameter that only borrowed samples reached has no gradient, like one that no
         sample reached.
         """
+        for number in list(self._kept):
+            self._drop_kept(number)
         is_summed = self.is_summed
         numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._watched)}
+        groups = optimizer.param_groups if optimizer is not None and self._uncleared else []
+        for number in {
+            numbers.get(id(each), -1) for group in groups for each in group["params"]
+        } & self._uncleared:
+            if self._watched[number][1].grad is not None:
+                raise ConfigError(
+                    f"the gradient of '{self._watched[number][0]}' still held that of the step before when backward() ran again, and one process "
+                    "would have added to it. Nothing of this step was applied; call optimizer.zero_grad() once for each step."
+                )
         for name, parameter in self._all:
             if parameter.grad is None:
                 continue
@@ -104,7 +119,7 @@ class OwnGradients:
             if is_summed:
                 if number in self._left:
                     raise _after_the_sum(name)
-            elif self._left.get(number) != _standing(parameter.grad) and _is_anything(parameter.grad):
+            elif self._left.get(number) != self._standing(parameter.grad) and is_anything(parameter.grad):
                 raise ConfigError(
                     f"the gradient of '{name}' was changed between backward() and optimizer.step(), where it is only this worker's "
                     "part: the sum over the workers would not be what one process computes. Nothing of this step was applied; "
@@ -123,8 +138,25 @@ class OwnGradients:
     def forget(self) -> None:
         """The step is committed."""
         self._clear()
+        self._kept.clear()
+        self._step += 1
         for _, parameter in self._all:
             parameter.grad = None
+
+    def keep(self) -> None:
+        """The step is committed. Its summed gradients stay until the next backward: the script may read them, or step another optimizer."""
+        self._clear()
+        self._step += 1
+        self._kept = {n: p.grad for n, (_, p) in enumerate(self._watched) if p.grad is not None}
+
+    def _drop_kept(self, number: int) -> None:
+        kept, parameter = self._kept.pop(number, None), self._watched[number][1]
+        if kept is not None and parameter.grad is kept:
+            if is_anything(kept):
+                self._uncleared.add(number)
+            parameter.grad = None
+        elif parameter.grad is None or not is_anything(parameter.grad):
+            self._uncleared.discard(number)
 
     def _clear(self) -> None:
         self._left.clear()
@@ -137,8 +169,10 @@ class OwnGradients:
         def weigh(gradients: tuple[Tensor | None]) -> tuple[Tensor | None] | None:
             if _rests:
                 return None
+            if self._kept or self._uncleared:
+                self._drop_kept(number)
             if self._sums and number in self._sums:
-                if parameter.grad is not None and _is_anything(parameter.grad):
+                if parameter.grad is not None and is_anything(parameter.grad):
                     raise _after_the_sum(name)
                 del self._sums[number]  # the step was skipped
             (gradient,) = gradients
@@ -157,17 +191,29 @@ class OwnGradients:
             if _rests:
                 return
             if parameter.grad is not None:
-                self._left[number] = _standing(parameter.grad)
+                self._left[number] = self._standing(parameter.grad)
 
         return note
 
+    def _standing(self, gradient: Tensor) -> tuple[int, ...]:
+        """Identity that changes with every in-place write, and with a new tensor in its place.
 
-def _standing(gradient: Tensor) -> tuple[int, int]:
-    """Identity that changes with every in-place write, and with a new tensor in its place."""
-    return id(gradient), gradient._version
+        torch does not count writes through `.data`: at steps 1, 2, 4, 8 and so on the values are part of it.
+        """
+        standing = (id(gradient), gradient._version)
+        if self._step.bit_count() > 1 or gradient.layout is not torch.strided:
+            return standing
+        return *standing, bits(gradient)
 
 
-def _is_anything(gradient: Tensor) -> bool:
+def bits(tensor: Tensor) -> int:
+    """A number that differs where any bit of the values does, but for chance."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return int(flat.view(torch.int8 if flat.element_size() == 1 else torch.int16).sum())
+
+
+def is_anything(gradient: Tensor) -> bool:
+    """Whether a gradient is not zero."""
     values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
     return bool(values.any())
 

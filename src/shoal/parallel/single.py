@@ -108,7 +108,8 @@ class Single:
             rows.drop_gradients()
             if self._kept is not None:
                 self._statistics.take_back(self._kept)
-        drop_gradients(self._parameters)
+        if not job.is_own_loop:  # a loop clears them itself, and may read them before
+            drop_gradients(self._parameters)
         self.step += 1
         return result
 

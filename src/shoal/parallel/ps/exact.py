@@ -191,7 +191,7 @@ class Ps:
         if self._own.is_summed:
             return
         if not self._session.next_is_known:
-            self._own.check()
+            self._own.check(self.optimizer)
         mine = {
             "count": float(batch.num_local),
             "counted": batch.num_counted,
@@ -230,7 +230,7 @@ class Ps:
                 module.forget()
             self._own.forget()
             return
-        self._own.check()
+        self._own.check(self.optimizer)
         self._refuse_changed_copy()
         self._begin()
         if self._own.is_summed and self._rank:
@@ -401,10 +401,11 @@ class Ps:
         self._buffers.forget()
         for module in self._rows:
             module.release()
-        for parameter in self._parameters:
-            parameter.grad = None
         if self._own is not None:
-            self._own.forget()
+            self._own.keep()
+        else:
+            for parameter in self._parameters:
+                parameter.grad = None
         self._has_looked = False
         self.step += 1
 

@@ -351,12 +351,16 @@ def _tell_once(values: dict[str, Any]) -> None:
 def _refuse_unsaved(loops: list[CustomLoop], values: dict[str, Any]) -> None:
     named = {id(value) for value in values.values()}
     for loop in loops:
-        for inner in loop.inner:
-            if id(inner) not in named:
+        for other, where in (
+            *((each, "within it") for each in loop.inner),
+            *((each, "beside it") for each in loop.beside),
+        ):
+            if id(other) not in named:
+                how = "inner=optimizer.base_optimizer" if where == "within it" else "second=second_optimizer"
                 raise ConfigError(
                     f"shoal.checkpoint saves the state of the {type(loop.optimizer).__name__} that shoal.setup was given, and not that of the "
-                    f"{type(inner).__name__} within it. Nothing was saved; name that one too, here and in shoal.resume: "
-                    "shoal.checkpoint(..., inner=optimizer.base_optimizer)."
+                    f"{type(other).__name__} {where}. Nothing was saved; name that one too, here and in shoal.resume: "
+                    f"shoal.checkpoint(..., {how})."
                 )
 
 

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import inspect
 import os
+import sys
 import time
 import types
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, FunctionType
@@ -41,7 +44,7 @@ from shoal.data.batches import Batches
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree
 from shoal.errors import CheckpointError, ConfigError, Interrupted, TrainingError
-from shoal.parallel import create, gathering, own_gradients
+from shoal.parallel import create, gathering, own_gradients, parameter_loss
 from shoal.parallel.compute import place as place_on
 from shoal.parallel.compute import seed_all
 from shoal.parallel.gathering import GatherScope
@@ -56,7 +59,7 @@ from shoal.parallel.protocol import (
     TrainJob,
     has_diverged,
 )
-from shoal.parallel.state import norm_of
+from shoal.parallel.state import norm_of, whole
 from shoal.runtime import events, recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
@@ -73,6 +76,7 @@ from shoal.train.calls import (
     refuse_lookups,
 )
 from shoal.train.custom import counted_share, loop_shape
+from shoal.train.custom.counted_share import Counted, LossCounts
 from shoal.train.custom.progress import LoopProgress
 from shoal.train.custom.script_state import DataPlace, Recovery
 from shoal.train.custom.weight_watch import (
@@ -120,6 +124,12 @@ class WorkerData:
         self._pending: list[TakenBatch] = []  # since the last step
         self._num_left_out = 0  # skipped samples among them
         self.epoch, self.index = 0, -1
+        self.taken: Slice | None = None
+        """The slice taken last."""
+
+        self.is_trained_on = True
+        """Whether it was taken to compute gradients of it."""
+
         self._lease: LeasedEpoch | None = None  # in relaxed strategies, while an epoch runs
         self.num_local = 0
         """Samples of this worker's own in the last batch; 0 if one was borrowed, which must not be counted."""
@@ -196,6 +206,8 @@ class WorkerData:
             elif not self._has_begun:
                 self._has_begun = True
                 self._ledger.begin(is_inherited=place is not start, again={})
+            if self.job.num_workers > 1 and not script.open and (epoch + 1).bit_count() == 1:
+                watch_optimizers()
             script.open.append(self)
             recorder.RECORDER.base(recorder.READ)
             for part in self._parts(epoch, place.next_index):
@@ -203,6 +215,7 @@ class WorkerData:
                 script.progress.batch_taken()
                 if not script.is_anchored and script.open == [self]:
                     script.anchor(self, part)
+                self.taken, self.is_trained_on = part, torch.is_grad_enabled()
                 script.slice, script.between = part, None
                 self._refuse_left_out(part)
                 if self._lease is not None and self._pending:
@@ -237,11 +250,14 @@ class WorkerData:
         finally:
             if self in script.open:
                 script.open.remove(self)
-            script.between = f"after epoch {epoch} of {self.number}"
-            script.progress.flush()
-            gathering.enter(None)
-            recorder.RECORDER.base(None)
-            PROFILER.finish()
+            if script.open:  # an evaluation, within the epoch of other data
+                script.go_on_with(script.open[-1])
+            else:
+                script.between = f"after epoch {epoch} of {self.number}"
+                script.progress.flush()
+                gathering.enter(None)
+                recorder.RECORDER.base(None)
+                PROFILER.finish()
             self._pending.clear()  # they were not used
             if self._lease is None:
                 self._ledger.reached(is_end=is_over)
@@ -265,6 +281,11 @@ class WorkerData:
             num_workers=self.job.num_workers,
             number=self._loop.number,
         )
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether batches were taken since the last step."""
+        return bool(self._pending)
 
     @property
     def updates(self) -> int | None:
@@ -343,6 +364,10 @@ class CustomLoop:
         self._watch: WeightWatch | None = None
         self._has_stepped = False
         self._shares: list[float] = []  # counted by each backward since the last commit
+        self._has_new = True  # gradients that no step has used, unless they are gone
+        self.beside: list[torch.optim.Optimizer] = []
+        """Optimizers that step some of the model's parameters beside the given one."""
+
         self.number = next_number()
 
     def about_to_run(self, part: Slice) -> None:
@@ -350,6 +375,11 @@ class CustomLoop:
         if self.optimizer is not None:
             self._refuse_uneven()
             self._stepping.about_to_run()
+            self.weigh(part)
+
+    def weigh(self, part: Slice) -> None:
+        """From here on the script computes with this slice."""
+        if self.optimizer is not None:
             self._stepping.weigh(part)
             # On a mesh the loss is weighted before backward, otherwise the gradients after it.
             is_mesh = strategies.parse(self.job.strategy).base == "mesh"
@@ -358,14 +388,23 @@ class CustomLoop:
     @property
     def has_gradients(self) -> bool:
         """Whether backward has left gradients that no step has used."""
-        return self.optimizer is not None and any(p.grad is not None for p in self.model.parameters())
+        return (
+            self.optimizer is not None
+            and self._has_new
+            and any(p.grad is not None for p in self.model.parameters())
+        )
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if not own_gradients.rests():
+            self._has_new = True
 
     def sum_gradients(self) -> None:
         """Put sums over the workers into `.grad`; the following commit only updates."""
-        if script.slice is None:
+        part = script.trained
+        if part is None:
             raise _no_batch_yet("the gradients were to be summed")
         self.check_weights()
-        self._stepping.sum_gradients(self._with_share(script.slice))
+        self._stepping.sum_gradients(self._with_share(part))
         self._shares.clear()
         self.weights_are_equal()
 
@@ -387,6 +426,7 @@ class CustomLoop:
         if self.optimizer is None or not self._takes_shares:
             return
         if self._watch is None or self._watch.was_reached:
+            self._has_new = True  # fsdp has no hooks on parameters
             self._shares.append(share)
             self._refuse_uneven(most=1)
 
@@ -486,6 +526,12 @@ class CustomLoop:
         refuse_hooks(self.job, model)
         refuse_lookups(self.job, model)
         self.inner = inner_optimizers(optimizer)
+        self._uncut = parameter_loss.Uncut(model)
+        self.parameter_ids = {id(parameter) for parameter in model.parameters()}
+        if self.job.num_workers > 1:
+            self._num_groups = len(optimizer.param_groups)
+            self._refuse_shared(model)
+            refuse_foreign(optimizer, self.parameter_ids)
         axes = strategies.parse(self.job.strategy).axes
         is_cut, in_stages = axes is not None, axes is not None and axes.pp != 1
         self.strategy.prepare(
@@ -502,13 +548,18 @@ class CustomLoop:
                 control=self._control,
             )
         )
+        for parameter in () if is_cut else model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
         if is_cut or self.job.sync_every is not None:
             script.recovery.stop_noting()  # no worker is replaced alone
         if isinstance(self.strategy, Leased):
             self._begin_apart()
         if self._takes_shares:
             watch_backward()
-        self.parameter_ids = {id(parameter) for parameter in model.parameters()}
+        self.parameter_ids = {
+            id(parameter) for parameter in model.parameters()
+        }  # a strategy may have cut them
         for inner in self.inner if is_cut else ():
             if any(id(p) not in self.parameter_ids for group in inner.param_groups for p in group["params"]):
                 raise ConfigError(
@@ -534,6 +585,40 @@ class CustomLoop:
                 self.strategy.replay_log,
                 f"a {type(optimizer).__name__} holds another optimizer, whose state is not handed to a new worker",
             )
+
+    def _refuse_shared(self, model: nn.Module) -> None:
+        """Refuse two models that share parameters: each would weigh their gradients."""
+        for name, parameter in model.named_parameters():
+            if any(
+                loop is not self and id(parameter) in loop.parameter_ids
+                for loop in script.loops
+                if loop.optimizer is not None
+            ):
+                raise ConfigError(
+                    f"the model that shoal.setup was given shares '{name}' with one that it was given before, and their gradients would be summed "
+                    "twice. Nothing was trained; give shoal.setup one module that has both, nn.ModuleList([one, other]), with each optimizer."
+                )
+
+    def has_given(self, parameter: Tensor) -> bool:
+        """Whether a parameter is one of this model's, as it was before a strategy partitioned it, or now."""
+        return id(parameter) in self.parameter_ids or self._uncut.name_of(parameter) is not None
+
+    def step_beside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer is about to step parameters of this model: on the sum of their gradients."""
+        if not any(optimizer is known for known in self.beside):
+            self.beside.append(optimizer)
+            script.recovery.give_up(
+                self.strategy.replay_log,
+                f"a second optimizer ({type(optimizer).__name__}) trains the model, whose state is not handed to a new worker",
+            )
+        if strategies.parse(self.job.strategy).base != "ddp" or self.job.sync_every is not None:
+            raise ConfigError(
+                f"a second optimizer ({type(optimizer).__name__}) steps parameters of a model that shoal.setup was given, and under '{self.how_apart}' "
+                f"only the step of one ({type(self.optimizer).__name__}) is exchanged. Nothing of this step was applied; give one optimizer all "
+                "parameters, in groups, or use --strategy ddp."
+            )
+        if self.has_gradients:  # else those of the last step, which are summed
+            self.sum_gradients()
 
     def _commit_at_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         update = optimizer.step
@@ -572,12 +657,17 @@ class CustomLoop:
             )
 
     def _commit(self) -> None:
-        if script.slice is None:
+        part = script.trained
+        if part is None:
             raise _no_batch_yet("optimizer.step() was called")
+        assert self.optimizer is not None
+        if self.job.num_workers > 1 and len(self.optimizer.param_groups) != self._num_groups:
+            self._num_groups = len(self.optimizer.param_groups)
+            refuse_foreign(self.optimizer, {id(parameter) for parameter in self.model.parameters()})
         self.check_weights()
         script.about_to_commit(self)
         self._control.leave = asked_to_leave() is not None
-        self._stepping.adopt(self._with_share(script.slice))
+        self._stepping.adopt(self._with_share(part))
         self._shares.clear()
         self.is_committing = True
         try:
@@ -585,14 +675,15 @@ class CustomLoop:
         finally:
             self.is_committing = False
         self._has_stepped = True
+        self._has_new = False
         for loop in script.loops:  # a step of one model may end with a change of another's weights
             loop.weights_are_equal()
         script.ended = script.ended or result.leave
         num_samples = sum(data.stepped() for data in script.data)
         updates = max((each.updates for each in script.open if each.updates is not None), default=None)
-        recorder.RECORDER.done(self.strategy.step, script.slice.num_local)
+        recorder.RECORDER.done(self.strategy.step, part.num_local)
         PROFILER.after_step()
-        script.progress.committed(epoch=script.slice.epoch, samples=num_samples, step=updates)
+        script.progress.committed(epoch=part.epoch, samples=num_samples, step=updates)
         if self._verification is not None:
             self._verification.count(self.strategy, result.loss)
         if script.ended:
@@ -640,16 +731,72 @@ class Script:
     """Took a step since then."""
 
     checks_at_end: bool = False
-    backward: tuple[weakref.ref[Tensor], float] | None = None
-    """Loss of the newest backward, and the share of its targets that it counted."""
+    loss_counts: LossCounts = field(default_factory=LossCounts)
+    has_unknown_loss: bool = False
+    backward: tuple[weakref.ref[Tensor], float, float] | None = None
+    """Loss of the newest backward, the share of its targets that it counted, and its multiple that stands for the batch."""
 
-    def share_of(self, value: Any) -> float:
-        return self.backward[1] if self.backward is not None and self.backward[0]() is value else 1.0
+    def counts_of(self, losses: list[Tensor], part: Slice) -> Counted:
+        """How the losses of a backward count the slice; an operation that nothing is known of is reported once."""
+        scope = gathering.current()
+        if (scope is not None and scope.is_used) or part.num_local == part.num_global:
+            return Counted(1.0, [])  # rows of the whole batch
+        different = self._different_shares()
+        parts = [(max(each.num_local, 1), each.num_global) for each in (part, *self._trained_parts())]
+        try:
+            counted = self.loss_counts.read(losses, *dict.fromkeys(parts))
+        except ConfigError as error:
+            raise different or error from None
+        if different is not None and not counted.is_exact:
+            raise different
+        if counted.unknown is not None and not self.has_unknown_loss:
+            self.has_unknown_loss = True
+            if jobs.rank() == 0:
+                print(
+                    f"note: the loss is computed by {counted.unknown}, which shoal does not look into: it is taken for a mean over the samples of "
+                    "each worker's slice; `shoal verify` shows whether it is one",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return counted
+
+    def weight_of(self, value: Any) -> tuple[float, float]:
+        """The share of a slice that a logged value counts, and its multiple that stands for the batch."""
+        known = self.backward
+        return known[1:] if known is not None and known[0]() is value else (1.0, 1.0)
 
     @property
     def takes_whole_batches(self) -> bool:
         """Whether the running epoch has whole batches per worker."""
         return any(data.updates is not None for data in self.open)
+
+    @property
+    def trained(self) -> Slice | None:
+        """The slice that gradients are computed of: not one that was taken to evaluate."""
+        parts = self._trained_parts()
+        return self.slice if not parts or any(part is self.slice for part in parts) else parts[-1]
+
+    def _different_shares(self) -> ConfigError | None:
+        """Refusal of gradients of several data, if this worker's slices are different parts of their batches."""
+        parts = self._trained_parts()
+        if len({part.num_local / part.num_global for part in parts}) < 2:
+            return None
+        return ConfigError(
+            f"batches of {len(parts)} data were taken for one step, and this worker's slices are different shares of them "
+            f"({', '.join(f'{part.num_local} of {part.num_global} samples' for part in parts)}), so no weight is right for the gradients of "
+            "all. Nothing of this step was applied; let every batch be a multiple of the number of workers, or divide each loss by itself: "
+            f"{counted_share.CURE}."
+        )
+
+    def _trained_parts(self) -> list[Slice]:
+        return [data.taken for data in self.open if data.has_pending and data.is_trained_on and data.taken]
+
+    def go_on_with(self, data: WorkerData) -> None:
+        """The script is back at the batch that it took before it went through other data."""
+        self.slice = data.taken
+        for loop in self.loops if data.taken is not None else ():
+            loop.weigh(data.taken)
+        recorder.RECORDER.base(recorder.COMPUTE)
 
     def anchor(self, data: WorkerData, part: Slice) -> None:
         """Set an anchor before the first batch since the last step: a replacement runs the step from here."""
@@ -709,6 +856,10 @@ def setup(model: Model, optimizer: Optimizer, data: Any) -> tuple[Model, Optimiz
     refuse(batches, num_workers=job.num_workers, strategy=job.strategy, what="shoal.setup")
     number = session.begin_call("setup", described(batches))
     loop = next((loop for loop in script.loops if loop.optimizer is optimizer), None)
+    if loop is None:  # a second optimizer of the same model steps beside the first
+        loop = next(
+            (loop for loop in script.loops if loop.optimizer is not None and loop.model is model), None
+        )
     if loop is None:
         loop = CustomLoop()
         call = Call(number, loop.strategy.replay_log)
@@ -847,9 +998,10 @@ def log(**values: Any) -> None:
             raise ConfigError(
                 f"shoal.log was given {name}={value!r:.60}; it takes numbers, tensors of one number, and pairs (sum, count)."
             ) from None
-        factor = 1.0 if isinstance(value, tuple) else weight * script.share_of(value)
+        share, to_batch = script.weight_of(value)
+        factor = 1.0 if isinstance(value, tuple) else weight * share
         # A borrowed sample is counted by its owner.
-        pairs.append([total * factor, count * factor] if factor else [0.0, 0.0])
+        pairs.append([total * to_batch * factor, count * factor] if factor else [0.0, 0.0])
     sums = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
     sums = sums if script.takes_whole_batches else reduce(sums)
     means = (sums[:, 0] / sums[:, 1]).tolist()
@@ -862,10 +1014,24 @@ def _check_weights() -> None:
 
 
 def refuse_different_weights(gather: Callable[[Tensor], list[Tensor]]) -> None:
-    """Refuse models that each worker has trained for itself. Collective."""
-    digests = [found for loop in script.loops if (found := loop.digest) is not None]
-    if digests and jobs.num_workers() > 1:
-        refuse_different(digests, gather)
+    """Refuse models that each worker has trained for itself, or with a learning rate of its own. Collective."""
+    loops = [loop for loop in script.loops if loop.optimizer is not None]
+    if jobs.num_workers() == 1 or any(isinstance(loop.strategy, (Leased, PeriodicSync)) for loop in loops):
+        return
+    digests = [found for loop in loops if (found := loop.digest) is not None]
+    groups = [
+        [_plain_settings(group) for group in loop.optimizer.param_groups] for loop in loops if loop.optimizer
+    ]
+    settings = [zlib.crc32(repr(each).encode()) for each in groups]
+    refuse_different(settings, digests, gather)
+
+
+def _plain_settings(group: dict[str, Any]) -> list[Any]:
+    given = {
+        key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+    }
+    return sorted((key, value) for key, value in given.items() if isinstance(value, (int, float, str)))
 
 
 def _no_batch_yet(what: str) -> ConfigError:
@@ -952,24 +1118,74 @@ def watch_backward() -> None:
 
     @functools.wraps(inner)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        part = script.slice
         # Not for a Trainer, nor for a block that runs again within backward.
-        if part is None or own_gradients.rests() or torch._C._current_graph_task_id() != -1:
+        if script.slice is None or own_gradients.rests() or torch._C._current_graph_task_id() != -1:
             return inner(tensors, *args, **kwargs)
+        part = script.trained
+        assert part is not None
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        scope = gathering.current()
-        # Rows of all workers are the same on each of them.
-        is_of_slice = scope is None or not scope.is_used
-        share = counted_share.counted_share(losses, max(part.num_local, 1)) if is_of_slice else 1.0
-        script.backward = (weakref.ref(losses[0]), share) if losses else None
+        counted, to_batch = script.counts_of(losses, part), part.num_global / max(part.num_local, 1)
+        share = counted.share
+        script.backward = (
+            (weakref.ref(losses[0]), share, to_batch if counted.is_sum else 1.0) if losses else None
+        )
         for loop in script.loops:
             loop.backward_begins(part, share)
-        inner(losses, *args, **kwargs)
+        with counted.whole_sums(to_batch):
+            inner(losses, *args, **kwargs)
         for loop in script.loops:
             loop.backward_ended(share)
 
     backward.shoal_counts = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward
+
+
+def watch_optimizers() -> None:
+    """Look at the steps of optimizers that shoal.setup was not given."""
+    known = [each for loop in script.loops for each in (loop.optimizer, *loop.inner)]
+    for thing in gc.get_objects():
+        # Not isinstance: it asks the object itself, and deprecated ones answer with a warning.
+        if not issubclass(type(thing), torch.optim.Optimizer) or any(thing is each for each in known):
+            continue
+        update = thing.step
+        if getattr(update, "is_watched", False):
+            continue
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, update: Any = update, **kwargs: Any) -> Any:
+            _before_step(optimizer)
+            return update(*args, **kwargs)
+
+        step.__dict__.update(getattr(update, "__dict__", {}), is_watched=True)
+        thing.step = types.MethodType(step, thing)
+
+
+def _before_step(optimizer: torch.optim.Optimizer) -> None:
+    loops = [loop for loop in script.loops if loop.optimizer is not None]
+    is_known = any(optimizer is known for loop in loops for known in (loop.optimizer, *loop.inner))
+    if is_known or not script.open or own_gradients.rests() or any(loop.is_committing for loop in loops):
+        return
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.grad is not None and not any(loop.has_given(p) for loop in loops) for p in given):
+        refuse_foreign(optimizer, set[int]().union(*(loop.parameter_ids for loop in loops)))
+    for loop in loops:
+        if any(map(loop.has_given, given)):
+            loop.step_beside(optimizer)
+
+
+def refuse_foreign(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+    """Refuse to train parameters that no model given to shoal.setup has: nothing would sum their gradients."""
+    shapes = [
+        tuple(p.shape)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and id(p) not in known
+    ]
+    if shapes:
+        raise ConfigError(
+            f"the {type(optimizer).__name__} trains {len(shapes)} parameter{'s' if len(shapes) > 1 else ''} (the first of shape {shapes[0]}) that the "
+            "model given to shoal.setup does not have: nothing sums their gradients, and every worker would train others. Nothing of this step "
+            "was applied; give shoal.setup one module that has them, nn.ModuleList([model, other]), or call it for that model and its optimizer, too."
+        )
 
 
 def _refuse_scaler_apart(parameters: list[Tensor]) -> None:
@@ -1003,11 +1219,15 @@ def _of_parts(
     there = [gradient for gradient in gradients if gradient is not None]
     if not any(isinstance(gradient, DTensor) for gradient in there):
         return function(given, *args, **kwargs)
+    given = list(given)
     bound = inspect.signature(function).bind(given, *args, **kwargs)
+    bound.apply_defaults()
     bound.arguments["foreach"] = False
     is_plain = not bound.arguments.get("error_if_nonfinite") and bound.arguments.get("norm_type", 2.0) == 2.0
     if function.__name__ == "_get_total_norm" and is_plain:
         return torch.tensor(norm_of(there), dtype=there[0].dtype, device=there[0].device)
+    if function.__name__ == "_get_total_norm":  # of norms; torch has none of a rank's empty shard
+        given[:] = [torch.linalg.vector_norm(whole(each), bound.arguments["norm_type"]) for each in there]
     return function(*bound.args, **bound.kwargs)
 
 

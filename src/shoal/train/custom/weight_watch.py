@@ -87,21 +87,24 @@ def act_on_sums(optimizer: Optimizer, sum_gradients: Callable[[], None]) -> None
 
 def digest(model: nn.Module) -> int:
     """A number that differs where any weight does."""
-    total = 0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            flat = parameter.detach().contiguous().reshape(-1)
-            total += int(flat.view(torch.int8 if flat.element_size() == 1 else torch.int16).sum())
-    return total
+    return sum(own_gradients.bits(parameter) for parameter in model.parameters())
 
 
-def refuse_different(digests: list[int], gather: Callable[[Tensor], list[Tensor]]) -> None:
-    """Refuse weights that differ between workers. Collective."""
-    everywhere = [each.tolist() for each in gather(torch.tensor(digests, dtype=torch.int64))]
+def refuse_different(
+    settings: list[int], digests: list[int], gather: Callable[[Tensor], list[Tensor]]
+) -> None:
+    """Refuse settings of optimizers, or weights, that differ between workers. Collective."""
+    everywhere = [each.tolist() for each in gather(torch.tensor([*settings, *digests], dtype=torch.int64))]
     differing = [rank for rank, each in enumerate(everywhere) if each != everywhere[0]]
-    if differing:
+    if not differing:
+        return
+    if everywhere[0][: len(settings)] != everywhere[differing[0]][: len(settings)]:
         raise TrainingError(
-            f"workers 0 and {differing[0]} have different weights, so something besides optimizer.step() has changed them, from this worker's "
-            "gradient or batch: each worker trains a model of its own. Nothing was saved; let the optimizer that shoal.setup was given make the "
-            "update, or call shoal.sum_gradients(optimizer) before the weights are changed."
+            f"the optimizers of workers 0 and {differing[0]} have different settings (a learning rate set from this worker's loss, by "
+            "ReduceLROnPlateau say): each worker trains with its own. Nothing was saved; set them from shoal.reduce(...), which is the same on every worker."
         )
+    raise TrainingError(
+        f"workers 0 and {differing[0]} have different weights, so something besides optimizer.step() has changed them, from this worker's "
+        "gradient or batch: each worker trains a model of its own. Nothing was saved; let the optimizer that shoal.setup was given make the "
+        "update, or call shoal.sum_gradients(optimizer) before the weights are changed."
+    )
