@@ -118,3 +118,16 @@ def test_one_rank_sums_and_gathers_itself() -> None:
     assert summed.data_ptr() != values.data_ptr()
     assert [part.tolist() for part in strategy.gather(values)] == [[0.0, 1.0, 2.0]]
     assert [part.numel() for part in strategy.gather(None)] == [0]
+
+
+def test_a_hook_on_a_gradient_sees_that_of_the_mean() -> None:
+    """Also of a loss that counts more than its samples: a hook that clips would clip at another size."""
+    strategy, model = prepared()
+    model[1] = nn.Linear(4, 4, dtype=torch.float64)
+    target = torch.ones(10, 4, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(nn.functional.mse_loss(model(X), target), model[0].weight)
+    seen: list[torch.Tensor] = []
+    model[0].weight.register_hook(seen.append)
+    strategy.forward_backward(Slice(batch=(X, target), num_local=10, num_global=10))
+    torch.testing.assert_close(seen[0], wanted, rtol=1e-12, atol=1e-15)
+    assert strategy.commit().applied

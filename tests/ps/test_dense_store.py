@@ -26,6 +26,7 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"lr": 0.01}),
     ("AdamW", {"foreach": True}),
     ("Adagrad", {"lr": 0.1, "lr_decay": 0.1}),
+    ("Adagrad", {"initial_accumulator_value": 0.5}),
     ("RMSprop", {"centered": True, "momentum": 0.9}),
     ("Adadelta", {}),
     ("Adamax", {}),

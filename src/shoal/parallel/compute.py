@@ -266,13 +266,17 @@ class Compute:
         check_mixing: str | None = None,
         borrowed_run_back: bool = False,
         ranks: RanksOfBatch | None = None,
+        divides_by_count: bool = False,
     ) -> None:
         """`borrowed_run_back`: backward is collective, so a borrowed sample runs it too, for nothing.
+
+        `divides_by_count`: every batch is whole, so its loss is divided by its own count, and hooks on gradients see those of
+        the mean.
 
         `check_mixing`: name of the strategy that divides batches, so that a forward must not mix
         samples; None if none does. `ranks`: BatchNorm is synchronised over them.
         """
-        self._job, self._ranks = job, ranks
+        self._job, self._ranks, self._divides_by_count = job, ranks, divides_by_count
         self._borrowed_run_back = borrowed_run_back or ranks is not None
         # In evaluation mode BatchNorm exchanges nothing; a partitioned model does.
         self._forward_is_collective = borrowed_run_back
@@ -389,7 +393,8 @@ class Compute:
                 if before_backward is not None:
                     before_backward(contributed)
             if not piece.borrowed:  # a borrowed sample only keeps the ranks in step; its gradient is dropped
-                (job.scaled(total) / batch.num_global).backward()  # type: ignore[no-untyped-call]
+                divisor = self.divisor(piece_count, batch.num_global)
+                (job.scaled(total) / divisor).backward()  # type: ignore[no-untyped-call]
             elif self._borrowed_run_back or self.gathers:
                 (total * 0.0).backward()  # type: ignore[no-untyped-call]
         if (
@@ -403,6 +408,10 @@ class Compute:
             self._check_forward(piece)
             let_go_of_gathered(job.model)
         return contributed
+
+    def divisor(self, count: float, num_global: int) -> float:
+        """Divisor of a loss sum in backward."""
+        return count if self._divides_by_count and count else num_global
 
     @property
     def _turn(self) -> str | None:

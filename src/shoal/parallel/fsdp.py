@@ -65,7 +65,8 @@ def units(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def layers_by_sample(model: nn.Module, calls: Sequence[Callable[[], object]]) -> list[nn.Module]:
     """Outermost modules that run in some of these forwards and not in others, such as experts.
 
-    Each of `calls` runs the model on other samples. All members of a list are meant if one of them is, or if only some ran.
+    The first of `calls` runs the model on all samples, each of the others on one of them. All members of a list are meant if
+    one of them is, or if only some ran. A layer that a sample runs alone and the batch does not is a branch by the batch: refused.
     """
     runs: list[set[nn.Module]] = []
     for call in calls:
@@ -80,6 +81,14 @@ def layers_by_sample(model: nn.Module, calls: Sequence[Callable[[], object]]) ->
             for handle in handles:
                 handle.remove()
         runs.append(ran)
+    whole, *single = runs
+    names = {module: name for name, module in model.named_modules()}
+    if left_out := {module for each in single for module in each} - whole:
+        raise TrainingError(
+            f"forward runs the layer '{min(names[each] for each in left_out)}' for a sample alone, and not for the batch that holds it: it "
+            "decides by the whole batch which layers run, and under fsdp a worker has its own slice alone. Nothing was trained; let each "
+            "sample decide for itself, or run in one process."
+        )
     ran = {module for each in runs for module in each}
     varying = {module for module in ran if not all(module in each for each in runs)}
     for module in model.modules():

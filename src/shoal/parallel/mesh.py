@@ -14,12 +14,14 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from shoal.cluster.worker import session
@@ -87,6 +89,15 @@ from shoal.runtime import memory
 _BROKEN = ("gloo", "Connection closed", "Connection reset", "NCCL")
 
 
+_cut_modules: WeakSet[nn.Module] = WeakSet()
+"""Modules of models that were partitioned in this process."""
+
+
+def _is_cut(module: nn.Module) -> bool:
+    own = module.parameters(recurse=False)
+    return module in _cut_modules or any(isinstance(each, DTensor) or each.is_meta for each in own)
+
+
 class MeshParallel(Ddp):
     """Every rank holds its part of the model and computes its part of the batch."""
 
@@ -149,6 +160,7 @@ class MeshParallel(Ddp):
                 "--strategy ddp, fsdp or tp."
             )
         if not self._is_cut:
+            self._refuse_cut_before(job.model)
             job.model.to(job.device)
             refuse_different_models(job.model, super().gather)
             self._group.run(self._broadcast)
@@ -163,11 +175,22 @@ class MeshParallel(Ddp):
                 in_stages=self._axes.pp > 1,
             )
             self._is_cut = True
+            _cut_modules.update(job.model.modules())
             memory.return_large_blocks()
             if job.given_optimizer is not None:
                 rebind_optimizer(job.given_optimizer, names, job.model, str(self._axes))
         self._build(job)
         self._group.hold(job.number, self)
+
+    def _refuse_cut_before(self, model: nn.Module) -> None:
+        """Refuse a model that another Trainer or loop has partitioned, and a copy of it: this rank has parts."""
+        name = next((name for name, module in model.named_modules() if _is_cut(module)), None)
+        if name is not None:
+            raise ConfigError(
+                f"{f'the layer {name!r} of the model' if name else 'the model'} was split over the workers by another Trainer (or "
+                f"shoal.setup) already, and under '{self._axes}' a second one cannot split it again. Nothing was trained by this one; go on "
+                "with the first, or save there and build the model anew: first.save('a'), shoal.Trainer(build(), ..., init_from='a')."
+            )
 
     def forward_backward(self, batch: Slice) -> LossSum:
         with self._unless_broken("forward and backward", runs_model=True):

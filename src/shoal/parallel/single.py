@@ -51,7 +51,8 @@ class Single:
     def prepare(self, job: TrainJob) -> None:
         self._job = job
         job.model.to(job.device)
-        self._compute = Compute(job, check_loss=self._num_slices > 1 or job.num_micro > 1)
+        is_divided = self._num_slices > 1 or job.num_micro > 1
+        self._compute = Compute(job, check_loss=is_divided, divides_by_count=not is_divided)
         self._statistics = RunningStatistics(job.model)
         self._changing = ChangingBuffers(job.model)
         self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
@@ -67,7 +68,7 @@ class Single:
             self._contributed = self._compute.forward_backward(batch, rank=self._rank, step=self.step)
         else:
             self._contributed = self._slice_by_slice(batch)
-        self._num_global = batch.num_global
+        self._divisor = self._compute.divisor(self._contributed.count, batch.num_global)
         return self._contributed
 
     def about_to_run(self) -> None:
@@ -82,7 +83,7 @@ class Single:
     def adopt(self, batch: Slice) -> None:
         """Take gradients that the user's own backward computed."""
         self._contributed = LossSum(torch.zeros(()), float(batch.num_global if batch.num_local else 0), None)
-        self._num_global = batch.num_global
+        self._divisor = batch.num_global
 
     def commit(self) -> StepResult:
         assert self.optimizer is not None
@@ -98,7 +99,7 @@ class Single:
         assert rows is not None
         squares = rows.sum_of_squares() if job.measures_norm else 0.0
         decided = with_named(decide(vector), contributed.named, besides_of(contributed.named))
-        result, factor = clip(job, decided, self._num_global, lambda: gradient_norm(gradients, squares))
+        result, factor = clip(job, decided, self._divisor, lambda: gradient_norm(gradients, squares))
         if result.applied:
             with recorder.APPLY:
                 scale(gradients, factor)

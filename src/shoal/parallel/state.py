@@ -637,16 +637,31 @@ def rebind_optimizer(
     optimizer: torch.optim.Optimizer, before: dict[int, str], model: nn.Module, strategy: str
 ) -> None:
     """Rebind `optimizer`, built on the parameters named `before`, to those that the model now has under these names."""
-    if optimizer.state:
-        raise ConfigError(
-            f"the optimizer given to the Trainer has taken steps already, and '{strategy}' cuts the parameters that its state "
-            "belongs to. Nothing was trained; give a function, optimizer=lambda params: torch.optim.Adam(params), and take the "
-            "state over with a checkpoint."
-        )
+    refuse_stepped(optimizer, f"'{strategy}' cuts the parameters that its state belongs to")
     now = dict(model.named_parameters(remove_duplicate=False))
+    initial = dict(optimizer.state)
+    optimizer.state.clear()
     for group in optimizer.param_groups:
         # Tensors that are no parameters of the model are refused where the optimizer is taken over.
-        group["params"] = [now.get(before.get(id(each), ""), each) for each in group["params"]]
+        bound = [now.get(before.get(id(each), ""), each) for each in group["params"]]
+        for old, new in zip(group["params"], bound, strict=True):
+            if old in initial:  # Adagrad has a state before its first step, one number everywhere
+                optimizer.state[new] = {
+                    key: torch.full_like(new.detach(), float(value.flatten()[0]))
+                    if value.dim() and value.numel()
+                    else value
+                    for key, value in initial[old].items()
+                }
+        group["params"] = bound
+
+
+def refuse_stepped(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Refuse an optimizer with state of its own steps. That of Adagrad before its first step is none."""
+    if any(float(state.get("step", 1.0)) for state in optimizer.state.values()):
+        raise ConfigError(
+            f"the optimizer that was given has taken steps already, and {why}. Nothing was trained; give one that has not (the Trainer "
+            "takes a function, optimizer=lambda params: torch.optim.Adam(params)), and take the state over with a checkpoint."
+        )
 
 
 _SAME = "same/"  # what all ranks have alike

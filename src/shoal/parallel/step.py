@@ -253,7 +253,7 @@ class StepExchange:
 def clip(
     job: TrainJob,
     result: StepResult,
-    num_global: int,
+    divisor: float,
     norm: Callable[[], float],
 ) -> tuple[StepResult, float]:
     """Decide whether the step is applied; returns the factor that corrects and clips its gradients.
@@ -263,7 +263,7 @@ def clip(
     if not result.applied:
         return result, 0.0
     # Backward divided by samples. The loss's real count was exchanged with it; mostly it is the same.
-    factor = correction(job, num_global, result.count)
+    factor = correction(job, divisor, result.count)
     if job.measures_norm:
         measured = factor * norm()
         result = dataclasses.replace(result, grad_norm=measured, applied=math.isfinite(measured))
@@ -271,9 +271,9 @@ def clip(
     return result, factor
 
 
-def correction(job: TrainJob, num_global: int, count: float) -> float:
-    """Factor for a gradient that backward divided by `num_global` samples, and multiplied by the loss scale."""
-    return num_global / count / job.scale if count else 0.0
+def correction(job: TrainJob, divisor: float, count: float) -> float:
+    """Factor for a gradient that backward divided by `divisor`, the samples mostly, and multiplied by the loss scale."""
+    return divisor / count / job.scale if count else 0.0
 
 
 def scale(gradients: Iterable[Tensor], factor: float) -> None:

@@ -370,6 +370,7 @@ class Trainer:
         self._is_prepared = False
         self._graph: GraphReport | None = None  # until the first step is done
         self._fit: FitLoop | None = None
+        self._trained: set[str] = set()  # parameters that were not frozen when the strategy was prepared
         self._layers: list[LayerLine] = []
         self._logged: dict[str, float] = {}
         self._at_hand: Batches | None = (
@@ -452,6 +453,7 @@ class Trainer:
         call = self._begin("fit", f"{limits}, {described(batches)}{against}")
         if call.is_over:
             return progress.histories[-1]
+        self.refuse_unfrozen()
         reachable.check(self.job, directories)
         start = (
             inherit(self) or saving.resume(self, batches, self._resume_from(resume)) or self._anew(batches)
@@ -694,6 +696,34 @@ class Trainer:
         """Leases of the running fit, in a relaxed strategy."""
         return self._fit.leasing if self._fit is not None else None
 
+    def refuse_unfrozen(self) -> None:
+        """Refuse parameters that were frozen when the strategy was prepared: it exchanges no gradients of them.
+
+        One process needs nothing but an optimizer that has them.
+        """
+        named = {name: p for name, p in self.train_job.model.named_parameters() if p.requires_grad}
+        new = [name for name in named if name not in self._trained]
+        if not new:
+            return
+        what = f"'{new[0]}'" + (f" and {len(new) - 1} more parameters" if len(new) > 1 else "")
+        cure = "shoal.Trainer(model, ...), for the fits with more parameters"
+        if self.job.num_workers > 1 or strategies.parse(self.job.strategy).has_servers:
+            raise ConfigError(
+                f"{what} of the model had requires_grad=False when this Trainer was prepared for '{self.job.strategy}', and was unfrozen "
+                "since: no worker would get the others' gradients of it. Nothing was trained after step "
+                f"{self.step}; make a second one, {cure}."
+            )
+        optimizer = self.strategy.optimizer
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
+        if not any(id(named[name]) in known for name in new):
+            print(
+                f"note: {what} of the model had requires_grad=False when the optimizer was built, which does not have it: it stays as it is. "
+                f"To train it make a second one, {cure}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._trained.update(new)
+
     def export_streams(self) -> list[dict[str, Any]]:
         """Offsets of the streams that the last fit reads, at its position."""
         return self._fit_data.export_streams(self.position.next_index) if self._fit_data is not None else []
@@ -866,6 +896,7 @@ class Trainer:
             check_planned(model, self.run_dir)
             if not self.train_job.compile:
                 self._graph = GraphReport(model, self.run_dir)
+        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         strategy.prepare(self.train_job)
         self.turns = turns_of(given, model)
         fingerprint_at_end(model)

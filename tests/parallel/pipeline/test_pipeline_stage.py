@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, TrainingError
 from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline.stage import UnevenStage
 
@@ -29,3 +30,46 @@ def test_torch_without_what_stages_need_is_refused_with_its_version(monkeypatch:
     monkeypatch.setattr(pipeline_stage, "HAS_SHAPES", False)
     with pytest.raises(ConfigError, match=f"as torch 2.13 can, and this is {torch.__version__[:4]}"):
         pipeline_stage.refuse_old_torch()
+
+
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.num_calls = nn.Linear(2, 2), nn.Linear(2, 2), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        layer = self.one if self.num_calls % 2 else self.other
+        return layer(x)
+
+
+def test_trials_before_a_model_is_sharded_leave_its_counters_alone() -> None:
+    """They are no forwards of the script: layers that run in turn would run in another turn."""
+    model, rows = _Counts(), torch.randn(6, 2)
+    pipeline_stage.refuse_written(model, rows, "fsdp")
+    assert pipeline_stage.layers_by_sample(model, rows) == []
+    assert model.num_calls == 0
+
+
+class _Branches(_Counts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) if x.sum() > 0 else self.other(x)
+
+
+class _Experts(_Counts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for layer, chosen in ((self.one, x[:, 0] > 0), (self.other, x[:, 0] <= 0)):
+            if chosen.any():
+                out = out.index_add(0, chosen.nonzero()[:, 0], layer(x[chosen]))
+        return out
+
+
+def test_a_branch_by_the_whole_batch_is_refused_and_one_by_each_sample_is_not() -> None:
+    rows = torch.tensor([[3.0, 0.0], [-1.0, 0.0], [2.0, 0.0], [-1.0, 0.0]])
+    with pytest.raises(
+        TrainingError, match="runs the layer 'other' for a sample alone, and not for the batch"
+    ):
+        pipeline_stage.layers_by_sample(_Branches(), rows)
+    experts = _Experts()
+    assert pipeline_stage.layers_by_sample(experts, rows) == [experts.one, experts.other]

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.collectives.sync_batchnorm import SyncedBatchNorm
 from shoal.data.slice import Slice
 from shoal.data.tree import Tree, leaves, map_tensors, refill
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, TrainingError
 from shoal.parallel import fsdp as fsdp_cut
 from shoal.parallel.compute import (
     ModelCall,
@@ -321,7 +321,8 @@ def refuse_written(model: nn.Module, inputs: Tree, strategy: str) -> None:
 
     def call() -> None:
         # Errors are ignored: some inputs cannot be divided.
-        with contextlib.suppress(Exception), unchanged(model), torch.no_grad():
+        kept = forward_state.attributes_kept(model)
+        with contextlib.suppress(Exception), kept, unchanged(model), torch.no_grad():
             ModelCall(model)(sample(inputs, NUM_SAMPLES))
 
     forward_state.refuse_written_parameters(
@@ -336,18 +337,23 @@ def layers_by_sample(model: nn.Module, inputs: Tree) -> list[nn.Module]:
     """Modules that run for some of the first samples alone and not for others: experts, branches."""
 
     def call(given: Tree) -> None:
-        with unchanged(model), torch.no_grad():
+        with forward_state.attributes_kept(model), unchanged(model), torch.no_grad():
             ModelCall(model)(given)
 
-    # Errors are ignored: evaluation mode may want other inputs, and some cannot be divided.
-    with contextlib.suppress(Exception), evaluating(model.modules()), forward_state.attributes_kept(model):
-        some = sample(inputs, NUM_SAMPLES)
-        parts = [
-            map_tensors(lambda tensor, at=at: tensor[at : at + 1].clone(), some)  # type: ignore[misc]
-            for at in range(NUM_SAMPLES)
-        ]
-        return fsdp_cut.layers_by_sample(model, [functools.partial(call, each) for each in (inputs, *parts)])
-    return []
+    try:
+        with evaluating(model.modules()):
+            some = sample(inputs, NUM_SAMPLES)
+            parts = [
+                map_tensors(lambda tensor, at=at: tensor[at : at + 1].clone(), some)  # type: ignore[misc]
+                for at in range(NUM_SAMPLES)
+            ]
+            return fsdp_cut.layers_by_sample(
+                model, [functools.partial(call, each) for each in (inputs, *parts)]
+            )
+    except TrainingError:
+        raise
+    except Exception:  # evaluation mode may want other inputs, and some cannot be divided
+        return []
 
 
 def refuse_memory(model: nn.Module, inputs: Tree, strategy: str) -> list[forward_state.Place]:

@@ -49,6 +49,7 @@ from shoal.parallel.state import (
     load_state,
     plain_tensors,
     refuse_different_models,
+    refuse_stepped,
     state_pieces,
 )
 from shoal.parallel.step import clip_factor, contribution, correction, decide, gradient_norm
@@ -112,6 +113,7 @@ class Ps:
         if job.build_optimizer is not None and self.optimizer is None:
             optimizer = job.build_optimizer(job.model)
             check_optimizer(optimizer)
+            refuse_stepped(optimizer, f"under '{self._launched.strategy}' its state is on servers")
             optimizer._opt_called = True  # type: ignore[attr-defined]  # it never steps here, and schedulers would warn
             self.optimizer = optimizer
         self._session.hold(job.number, self)
@@ -142,6 +144,7 @@ class Ps:
             self._laid_out_at = self._session.num_finished
         self._saved = None
         model.install()
+        model.keep_state_there()
         self._model = model
 
     def _write_applied_seqs(self, saved: PieceReader | None) -> None:
@@ -169,8 +172,10 @@ class Ps:
     def about_to_run(self) -> None:
         """Pull the weights of the last commit, and keep the buffers: forward writes into them."""
         self._lay_out(None)  # in a script's own loop no batch is known
-        # A Trainer looks for writes through `.data` after each of its callbacks.
-        is_due = self._own is not None and not self._has_looked and self.step.bit_count() == 1
+        # A Trainer looks for writes through `.data` after each of its callbacks, and before the first step of a fit.
+        is_due = self._home_at == self._session.updates
+        if self._own is not None:
+            is_due = not self._has_looked and self.step.bit_count() == 1
         self._refuse_changed_copy(is_due=is_due)
         self._refresh()
         self._look_up(self._weights_at, training=True)
@@ -475,6 +480,8 @@ class Ps:
         if self._rank == 0:
             self._model.write(pieces, keeps_state=pieces.optimizer_settings is None)
         self._home_at = self._weights_at = -1
+        for module in self._rows:
+            module.note_copy()
         self._model.clear_cache()
         self._session.exchange(b"")
 
@@ -558,11 +565,10 @@ class Ps:
         is_exact = self._session.mode.kind == "exact"
         if self._model is None or self._weights_at < 0 or not is_exact or self._session.next_is_known:
             return
-        dense = self._model.dense
-        if not (is_due or dense.is_written):
+        if not (is_due or self._model.is_written):
             return
         self._arriving.settle()
-        changed = dense.changed_name(self._session.group, self._session.updates, is_whole=self._is_whole)
+        changed = self._model.changed_name(self._session.updates, is_whole=self._is_whole)
         if changed is not None:
             raise ConfigError(
                 f"the weights '{changed}' were changed by something besides optimizer.step(), and under '{self._launched.strategy}' they live "

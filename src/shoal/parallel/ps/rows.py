@@ -241,6 +241,7 @@ class RowModule:
         self._pulls: list[RowsPull] = []
         self.cache: RowCache | None = None  # of relaxed strategies
         self._gradients: list[tuple[NDArray[np.int64], NDArray[Any]]] = []
+        self._copy: tuple[int, str] | None = None
 
     # ---- in the place of the weight -------------------------------------------------------------
 
@@ -267,10 +268,41 @@ class RowModule:
             padding_idx = module.padding_idx
             module.forward = lambda input: embedding_forward(self, input, padding_idx=padding_idx)  # type: ignore[method-assign]
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the script has frozen the module's weight since it became rows."""
+        weight = getattr(self.module, "weight", None)
+        return weight is not None and not weight.requires_grad
+
     def uniques(self, ids: Tensor) -> tuple[NDArray[np.int64], NDArray[Any]]:
         if self._seen is not None and self._seen[0] is ids:
             return self._seen[1:]
         return uniques_of(ids)
+
+    def note_copy(self) -> None:
+        """The weight in this process is as the servers' rows were: a script must not write into it."""
+        self._copy = self._look_at_copy()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether torch counted a write into the weight since then."""
+        weight = getattr(self.module, "weight", None)
+        return weight is not None and self._copy is not None and weight._version != self._copy[0]
+
+    @property
+    def has_changed_copy(self) -> bool:
+        """Whether the weight has other values than then; also where they were written through `.data`."""
+        if self._copy is None:
+            return False
+        now, before = self._look_at_copy(), self._copy[1]
+        self._copy = now
+        return now is not None and now[1] != before
+
+    def _look_at_copy(self) -> tuple[int, str] | None:
+        weight = getattr(self.module, "weight", None)
+        if weight is None or self.is_resident:
+            return None
+        return weight._version, repr(float(weight.detach().sum(dtype=torch.float64)))  # by repr: nan != nan
 
     def pull(self, keys: NDArray[np.int64]) -> Tensor:
         wrong = self._out_of_range(keys)
@@ -298,7 +330,7 @@ class RowModule:
 
     def push(self, keys: NDArray[np.int64], gradients: NDArray[Any]) -> None:
         """Keep gradients of pulled rows for the step."""
-        if self.is_training and self.weight:  # a borrowed sample contributes nothing
+        if self.is_training and self.weight and not self.is_frozen:  # a borrowed sample contributes nothing
             self._gradients.append((keys, gradients if self.weight == 1.0 else gradients * self.weight))
 
     def everything(self) -> tuple[NDArray[np.int64], NDArray[Any]]:

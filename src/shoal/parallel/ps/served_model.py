@@ -24,6 +24,7 @@ from shoal.embedding import HashEmbedding
 from shoal.embedding.lookup import LocalRows
 from shoal.embedding.row_table import RowTable
 from shoal.embedding.rules import RULES
+from shoal.errors import ConfigError
 from shoal.parallel.protocol import LayerPlace, Piece, PieceReader, TrainJob
 from shoal.parallel.ps import rows as placement
 from shoal.parallel.ps.arriving import cut_into_waves
@@ -326,7 +327,7 @@ def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
     return {
         key: float(value)
         if isinstance(value, Tensor)
-        else [float(each) for each in value]
+        else [None if each is None else float(each) for each in value]  # Adafactor's first eps
         if isinstance(value, (tuple, list))
         else value
         for key, value in group.items()
@@ -339,6 +340,24 @@ def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
 
 BLOCK_BYTES = 4 << 20
 """Rows written or read at a time: bounds exchange buffers and copies on both sides."""
+
+
+class StateOnServers(dict[Any, Any]):
+    """`optimizer.state` of a script's optimizer that never steps in a worker: what a script reads or writes there would be lost."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def refuse(self, *_: object, **__: object) -> Any:
+        raise ConfigError(
+            f"the script reads or changes the state of its optimizer (optimizer.state, state_dict or load_state_dict), and under "
+            f"'{self._strategy}' this state is on the servers: a worker has none of it. Nothing was changed; save it with "
+            "trainer.save_checkpoint (in a loop of your own shoal.checkpoint), begin anew with another Trainer, or use --strategy ddp."
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = refuse
+    items = keys = values = get = pop = popitem = setdefault = update = clear = refuse
 
 
 class ServedModel:
@@ -361,6 +380,7 @@ class ServedModel:
         self._declared_settings: list[dict[str, Any]] = []
         self._settings: list[dict[str, Any]] = []  # as of the last step
         self._table_settings: dict[int, dict[str, float]] = {}
+        self._state_here: StateOnServers | None = None
 
     def lay_out(self, batch: Tree | None, run: Callable[[], Any]) -> None:
         """Decide what is rows and what is chunks. Without a batch only those that must be rows are."""
@@ -391,6 +411,8 @@ class ServedModel:
     def _settle(self, found: PlacementPlan) -> None:
         job, optimizer = self._job, self._optimizer
         self.plan = found
+        self._members = self._sizes_of_groups()
+        self._refuse_untrained()
         self._declared_settings = [plain_settings(group) for group in optimizer.param_groups]
         first = limited(taken.module for taken in found.taken)
         in_order = sorted(found.taken, key=lambda taken: all(taken.module is not each for each in first))
@@ -525,12 +547,28 @@ class ServedModel:
     def install(self) -> None:
         for module in self.rows:
             module.install()
+            module.note_copy()
 
     def push_rows(self, step: PushStep) -> None:
         for module in self.rows:
             gradients = module.take_gradients()
             if gradients is not None and len(gradients[0]):
                 step.push_rows(module.spec.number, *gradients)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether something besides a pull has written in place into what this process has of the model."""
+        return self.dense.is_written or any(module.is_written for module in self.rows)
+
+    def changed_name(self, clock: int, *, is_whole: bool) -> str | None:
+        """Name of a weight that is not as the last pull left it, if there is one."""
+        rows = (module.taken.name for module in self.rows if module.has_changed_copy)
+        return self.dense.changed_name(self._group, clock, is_whole=is_whole) or next(rows, None)
+
+    def keep_state_there(self) -> None:
+        """From now on the optimizer's state is on the servers, and only there."""
+        self._state_here = StateOnServers(self._launched.strategy)
+        self._optimizer.state = self._state_here  # type: ignore[assignment]
 
     def pull_rows_ahead(self, batch: Tree, clock: int) -> None:
         """Request the rows of the next batch, if its ids are in it."""
@@ -547,16 +585,46 @@ class ServedModel:
         missed.
         """
         settings = [plain_settings(group) for group in self._optimizer.param_groups]
+        if self._state_here is not None:
+            self._refuse_changed_optimizer(self._state_here)
         if settings != self._settings:
             self._settings = settings
-            rules = {
-                module.spec.number: placement.row_rule(self._optimizer, max(module.taken.group, 0))
-                for module in self.rows
-            }
-            self._table_settings = {
-                number: rule.settings for number, rule in rules.items() if isinstance(rule, RowRule)
-            }
+            self._table_settings = {module.spec.number: self._rule_now(module.taken) for module in self.rows}
         return settings if self.dense.specs else [], self._table_settings
+
+    def _refuse_changed_optimizer(self, state: StateOnServers) -> None:
+        if self._optimizer.state is not state:
+            state.refuse()
+        if self._sizes_of_groups() != self._members:
+            raise ConfigError(
+                f"the parameter groups of the optimizer had {self._members} parameters when they were laid out on the servers, and now have "
+                f"{self._sizes_of_groups()}. Nothing of this step was updated; give the optimizer all of them before the first step, with a "
+                "learning rate of 0 for those that are trained later, or use another Trainer from there on."
+            )
+
+    def _sizes_of_groups(self) -> list[int]:
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def _refuse_untrained(self) -> None:
+        """Refuse a norm over gradients that are not pushed: of parameters that the optimizer does not have."""
+        known = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        others = [n for n, p in self._job.model.named_parameters() if p.requires_grad and id(p) not in known]
+        if self._job.clip_norm is not None and others and not self._rows_only:
+            raise ConfigError(
+                f"clip_norm= is of the gradients of all parameters, and the optimizer does not have {len(others)} of them ('{others[0]}'), "
+                f"which under '{self._launched.strategy}' are not sent to the servers. Nothing was trained; freeze what is not trained, "
+                "requires_grad_(False), or give all of them to the optimizer."
+            )
+
+    def _rule_now(self, taken: PlacedEmbedding) -> dict[str, float]:
+        rule = placement.row_rule(self._optimizer, max(taken.group, 0))
+        if isinstance(rule, str):
+            raise ConfigError(
+                f"the settings of the optimizer were changed so that the rows of '{taken.name}' on the servers cannot follow it: {rule}. "
+                "Nothing of this step was updated; set it before the first step, when the embedding is laid out for it, or use --strategy "
+                "ddp."
+            )
+        return rule.settings
 
     # ---- all of it ------------------------------------------------------------------------------
 
@@ -581,6 +649,7 @@ class ServedModel:
                 self._group.run(pull)
                 weight[first:last].copy_(torch.from_numpy(pull.rows))
                 pull.release()
+            module.note_copy()
 
     def _report_tiers(self) -> None:
         """Tell where the rows are, for summary.json."""
@@ -644,6 +713,8 @@ class ServedModel:
                 if changes is not None:
                     changes.note(name, slot)
                     weight[at] = torch.from_numpy(slot.values).to(weight.device)
+            if changes is not None:
+                module.note_copy()
             for key, tensor in held.items():
                 whole[f"{OPTIMIZER}{name}/{key}"] = tensor
             if columns:

@@ -119,12 +119,12 @@ class WorkerRows(RowModule):
         return found
 
     def push(self, keys: NDArray[np.int64], gradients: Any) -> None:
-        if self.is_training:
+        if self.is_training and not self.is_frozen:
             given = torch.from_numpy(gradients) if isinstance(gradients, np.ndarray) else gradients
             self._pending.append((keys, given, True))
 
     def _push_places(self, ids: Tensor, padding_idx: int | None, grad: Tensor) -> None:
-        if not self.is_training:
+        if not self.is_training or self.is_frozen:
             return
         places, grads = ids.detach().reshape(-1), grad.detach().reshape(-1, self.dim)
         if padding_idx is not None:

@@ -95,6 +95,9 @@ def _rounded(nbytes: int) -> int:
 
 State = Mapping[int, Mapping[str, torch.Tensor]]  # by part, then by key
 
+_OF_CONSTRUCTOR = ("initial_accumulator_value",)
+"""Settings that an optimizer of torch reads where it is built, and not from its groups."""
+
 
 @dataclass(slots=True)
 class _Run:
@@ -247,9 +250,10 @@ class DenseChunk:
         for run in self._runs:
             by_group.setdefault(self.spec.parts[run.numbers[0]].group, []).append(run.tensor)
         make: Any = self.kind  # every class of torch.optim has defaults for the rest
-        self.optimizer: torch.optim.Optimizer = make(
-            [{"params": by_group[number], **_plain(self.groups[number])} for number in self._numbers]
-        )
+        groups = [{"params": by_group[number], **_plain(self.groups[number])} for number in self._numbers]
+        # Adagrad makes its first state by the argument, whatever its groups say.
+        first = {key: group[key] for group in groups[:1] for key in _OF_CONSTRUCTOR if key in group}
+        self.optimizer: torch.optim.Optimizer = make(groups, **first)
 
     def _cut(self) -> None:
         """From now on every part is a parameter of its own."""

@@ -175,6 +175,7 @@ class CallbackList:
             if before != after:
                 changed = [name for name, was, now in zip(_PARTS, before, after, strict=True) if was != now]
                 _refuse_changes(callback, hook, trainer, changed)
+                trainer.refuse_unfrozen()
 
     def failed(self, trainer: Trainer, error: BaseException) -> None:
         """Report the end of the fit by an error. An exception in a hook is printed, and does not hide the error."""

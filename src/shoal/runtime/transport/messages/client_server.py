@@ -32,7 +32,7 @@ from shoal.runtime.transport.messages.message import (
     Text,
 )
 
-Settings: TypeAlias = dict[str, bool | int | float | str | list[float] | None]
+Settings: TypeAlias = dict[str, bool | int | float | str | list[float | None] | None]
 """Hyper-parameters of a parameter group, by name."""
 
 PeerName = Annotated[
