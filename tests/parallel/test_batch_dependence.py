@@ -19,7 +19,7 @@ from shoal.parallel.batch_dependence import (
     refuse_gradient_hooks,
     watch_randomness,
 )
-from shoal.parallel.own_gradients import OwnGradients, resting
+from shoal.parallel.own_gradients import OwnGradients, Resting
 
 
 class Sampling(nn.Module):
@@ -139,6 +139,6 @@ def test_hooks_of_an_earlier_trainer_are_none_of_the_scripts() -> None:
     assert model.bias.grad is not None
     assert model.bias.grad.tolist() == [0.5] * 4
     model.zero_grad()
-    with resting():  # while another one runs
+    with Resting():  # while another one runs
         model(torch.ones(1, 4)).sum().backward()
     assert model.bias.grad.tolist() == [1.0] * 4

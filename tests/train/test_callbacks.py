@@ -578,6 +578,7 @@ def of_workers(num_workers: int, *, served: bool = False) -> Any:
         train_job=SimpleNamespace(model=model),
         job=SimpleNamespace(num_workers=num_workers, strategy="ddp"),
         step=3,
+        refuse_unfrozen=lambda: None,
     )
 
 

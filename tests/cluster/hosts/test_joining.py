@@ -65,6 +65,16 @@ class Head:
     def join(self, key: str = KEY, *, wants: int = -1, role: str = "") -> Admission:
         return joining.join(self.address, key, timeout_s=10.0, wants=wants, role=role)
 
+    def agent_of(self, admission: Admission) -> ssl.SSLSocket:
+        """The connection of an admitted host's agent, once the head has it."""
+        number, incarnation = admission.number, admission.credentials.incarnation
+        stream = admission.credentials.connect(
+            self.address.replace("shoal", "tls"), expect="head", timeout_s=5
+        )
+        send_message(stream, AgentReady(number, incarnation, os.getpid()))
+        wait_until(lambda: self.door.seats[number].agent_awaited_since is None)
+        return stream
+
 
 @pytest.fixture
 def open_head(tmp_path: Path) -> Iterator[Callable[..., Head]]:
@@ -154,10 +164,7 @@ def test_a_host_that_joins_twice_is_refused(
     open_head: Callable[..., Head], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = open_head()
-    stream = head.join().credentials.connect(head.address.replace("shoal", "tls"), expect="head", timeout_s=5)
-    with stream:
-        send_message(stream, AgentReady(1, 0, os.getpid()))
-        wait_until(lambda: head.door.seats[1].agent_awaited_since is None)
+    with head.agent_of(head.join()):
         monkeypatch.setattr(seats, "SEAT_TIMEOUT_S", 0.1)
         with pytest.raises(HostNotAdmitted, match="is host 1 of this job already"):
             head.join()
@@ -178,18 +185,23 @@ def test_slots_that_an_engine_put_on_one_machine_are_hosts_of_their_own(
     monkeypatch.setattr(seats, "SEAT_TIMEOUT_S", 0.1)
     head = open_head()
 
+    agents = contextlib.ExitStack()
+
     def join(wants: int, **options: Any) -> int:
         there = {"timeout_s": 10.0, "source": "127.0.0.1", **options}
-        return joining.join(head.address, KEY, wants=wants, **there).number
+        admission = joining.join(head.address, KEY, wants=wants, **there)
+        agents.enter_context(head.agent_of(admission))
+        return admission.number
 
-    assert [join(number, cores=1) for number in (1, 2)] == [1, 2]
-    with pytest.raises(HostNotAdmitted, match="is host 2 of this job already"):
-        join(2, cores=1)
-    head.door.release(1, 0)
-    join(1)  # all of the machine, as by ssh
-    head.door.release(2, 0)
-    with pytest.raises(HostNotAdmitted, match="is host 1 of this job already"):
-        join(2)
+    with agents:
+        assert [join(number, cores=1) for number in (1, 2)] == [1, 2]
+        with pytest.raises(HostNotAdmitted, match="is host 2 of this job already"):
+            join(2, cores=1)
+        head.door.release(1, 0)
+        join(1)  # all of the machine, as by ssh
+        head.door.release(2, 0)
+        with pytest.raises(HostNotAdmitted, match="is host 1 of this job already"):
+            join(2)
 
 
 def test_a_handshake_that_hangs_and_ends_does_not_free_the_number_that_its_machine_has_got_anew(
