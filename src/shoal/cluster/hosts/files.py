@@ -232,7 +232,7 @@ def copy_shipped(head: str, credentials: Credentials, into: Path) -> None:
                         copied.add(entry)
             return
         except (OSError, EOFError, WireError) as error:
-            if not _is_dropped(error):
+            if not is_dropped(error):
                 raise
             if not left:
                 raise ClusterError(
@@ -252,7 +252,7 @@ def _copy_one(files: HeadFiles, entry: FileEntry, into: Path) -> None:
         )
 
 
-def _is_dropped(error: Exception) -> bool:
+def is_dropped(error: Exception) -> bool:
     """Whether a connection was at fault, and not this host's disk."""
     if isinstance(error, ConnectionError | TimeoutError | ssl.SSLError) or not isinstance(error, OSError):
         return True
