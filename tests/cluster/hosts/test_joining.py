@@ -18,13 +18,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.cluster.hosts import authority, files, joining, opening, seats
+from shoal.cluster.hosts import agent, authority, files, joining, opening, seats
 from shoal.cluster.hosts.agent import HostAgent
 from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.hosts.files import FileService, copy_shipped, measured_link
 from shoal.cluster.hosts.joining import Admission, Door, JobFacts
 from shoal.cluster.hosts.run_copy import RunCopy
 from shoal.errors import ClusterError, ConfigError, HostNotAdmitted, RunDirectoryError, WireError
+from shoal.runtime.health import Health
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.framing import read_message, send_message
 from shoal.runtime.transport.messages.hosts import AgentReady, AgentStart, HostRefused, ListFiles, ReadFile
@@ -377,6 +378,18 @@ def test_a_join_that_is_refused_is_not_tried_again(open_head: Callable[..., Head
             head.join("another-key-of-twenty-characters")
     assert [head.door.refusals.get(timeout=5) for _ in range(2)]
     assert head.door.refusals.empty()
+
+
+def test_a_host_that_cannot_reach_the_head_once_it_has_joined_is_told_so(
+    open_head: Callable[..., Head], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "TRY_TO_CONNECT_S", 0.1)
+    monkeypatch.setattr(opening, "setproctitle", lambda title: None)
+    admission = open_head().join()
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(ClusterError, match=r"host 1 joined job, and then .* \(Connection refused\)"):
+        opening._serve(f"shoal://127.0.0.1:{port}", admission, tmp_path, "", Health("host"))
 
 
 def test_an_agent_whose_first_connection_is_dropped_connects_again(open_head: Callable[..., Head]) -> None:

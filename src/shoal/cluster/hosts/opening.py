@@ -383,7 +383,10 @@ def _serve(
             code = host.run(inbox)
         except (OSError, EOFError, WireError) as error:
             if not admission.journal:
-                raise
+                raise ClusterError(
+                    f"host {admission.number} joined {facts.job}, and then its agent could not connect to the head at {address} "
+                    f"({joining.in_words(error)}). Nothing was started here; look at the network between the hosts, and join again."
+                ) from None
             # The head was lost before it sent an assignment.
             code, host.is_head_lost, host.reason = 3, True, f"the head could not be reached ({error})"
     if host.is_head_lost and admission.journal and not host.is_leaving:
