@@ -18,12 +18,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.cluster.hosts import authority, files, joining, seats
+from shoal.cluster.hosts import agent, authority, files, joining, opening, seats
 from shoal.cluster.hosts.agent import HostAgent
 from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.hosts.files import FileService, copy_shipped, measured_link
 from shoal.cluster.hosts.joining import Admission, Door, JobFacts
-from shoal.errors import ClusterError, ConfigError, HostNotAdmitted, WireError
+from shoal.cluster.hosts.run_copy import RunCopy
+from shoal.errors import ClusterError, ConfigError, HostNotAdmitted, RunDirectoryError, WireError
+from shoal.runtime.health import Health
 from shoal.runtime.transport import tls
 from shoal.runtime.transport.framing import read_message, send_message
 from shoal.runtime.transport.messages.hosts import AgentReady, AgentStart, HostRefused, ListFiles, ReadFile
@@ -410,6 +412,18 @@ def test_a_join_that_is_refused_is_not_tried_again(open_head: Callable[..., Head
     assert head.door.refusals.empty()
 
 
+def test_a_host_that_cannot_reach_the_head_once_it_has_joined_is_told_so(
+    open_head: Callable[..., Head], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "TRY_TO_CONNECT_S", 0.1)
+    monkeypatch.setattr(opening, "setproctitle", lambda title: None)
+    admission = open_head().join()
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(ClusterError, match=r"host 1 joined job, and then .* \(Connection refused\)"):
+        opening._serve(f"shoal://127.0.0.1:{port}", admission, tmp_path, "", Health("host"))
+
+
 def test_an_agent_whose_first_connection_is_dropped_connects_again(open_head: Callable[..., Head]) -> None:
     head = open_head()
     admission = head.join()
@@ -549,6 +563,21 @@ def test_a_problem_of_the_own_disk_is_not_tried_again(
     with pytest.raises(FileExistsError):
         copy_shipped(head.address.replace("shoal", "tls"), head.join().credentials, tmp_path / "copy")
     assert paths == []
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_place_where_no_copy_of_the_run_can_be_made_is_one_paragraph(
+    name: str, open_head: Callable[..., Head], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    admission, folder = open_head().join(), tmp_path / name
+    with (
+        pytest.raises(RunDirectoryError, match=r"host 1 cannot keep its files of the run job in .*file"),
+        opening._disk_problems(admission, folder),
+    ):
+        RunCopy.claim(folder, "job", [], lambda config: config)
+    with pytest.raises(ConnectionResetError), opening._disk_problems(admission, folder):
+        raise ConnectionResetError("cut")
 
 
 @pytest.mark.parametrize("path", ["../train.py", "/etc/passwd", "lock", "checkpoints/../../train.py"])

@@ -24,7 +24,6 @@ import msgspec
 from shoal import system
 from shoal.cluster.hosts.joining import Admission, retried
 from shoal.cluster.hosts.run_copy import RunCopy
-from shoal.cluster.hosts.seats import AGENT_TIMEOUT_S
 from shoal.cluster.launch import roles
 from shoal.cluster.supervisor.sockets import listen_unnamed
 from shoal.cluster.supervisor.supervisor import SignalInbox
@@ -60,7 +59,8 @@ from shoal.runtime.transport.tls import TlsStream
 CREDIT_BYTES = 256 << 10
 """Output per pipe that the head may leave unacknowledged; beyond it the child blocks, as on a full local pipe."""
 
-CONNECT_TIMEOUT_S = 15.0
+CONNECT_TIMEOUT_S, TRY_TO_CONNECT_S = 15.0, 30.0
+"""Of one connection to the head, and of all: what the measurement of a very slow link has put into its queues comes first."""
 
 COPY_EVERY_S = 3.0
 """Interval for copying the journal and other files that change without a checkpoint."""
@@ -184,7 +184,7 @@ class HostAgent:
                 stream.close()
                 raise
 
-        self._stream, start = retried(connect, AGENT_TIMEOUT_S)
+        self._stream, start = retried(connect, TRY_TO_CONNECT_S)
         if not isinstance(start, AgentStart):
             raise ClusterError(f"the head at {self._head} did not say what this host is to do ({start}).")
         self._start = start
@@ -342,7 +342,8 @@ class HostAgent:
             except (ShoalError, OSError, EOFError) as error:
                 problem = f"what the run has saved could not be copied to {copy.path}: {error}"
             self._copied.append((command, problem))
-            self._waker.send(b"\0")
+            with contextlib.suppress(OSError):  # the agent has ended
+                self._waker.send(b"\0")
 
         threading.Thread(target=sync, name="copy of saved files", daemon=True).start()
 
@@ -513,6 +514,8 @@ class HostAgent:
             seat.tcp.close()
             system.close_way(seat.way_in)
         self._selector.close()
+        self._wake.close()
+        self._waker.close()
 
 
 def localised_config(text: bytes, folder: Path | None) -> bytes:

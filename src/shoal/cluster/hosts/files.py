@@ -13,6 +13,7 @@ import hashlib
 import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -37,7 +38,7 @@ CHUNK_BYTES = 1 << 20
 IDLE_S = 60.0
 
 FIRST_TIMED_BYTES, MEASURE_LINK_S, LINK_TIMEOUT_S = 64 << 10, 0.1, 3.0
-"""Of a link: the first message, the time after which none is requested, and the longest for one. A bucket of tokens at the
+"""Of a link: the first message, the time after which none is requested, and the longest for all. A bucket of tokens at the
 link, as clouds and `tbf` have, lets the first ones through at once, so the sizes double.
 """
 
@@ -147,7 +148,7 @@ class HeadFiles:
     def interrupt(self) -> None:
         """Interrupt another thread's read or wait."""
         with contextlib.suppress(OSError):
-            self._stream.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._stream, socket.SHUT_RDWR)  # that of TLS is for the thread that reads
 
     def listed(self) -> list[FileEntry]:
         send_message(self._stream, ListFiles(self._is_shipped))
@@ -204,17 +205,22 @@ def measured_link(head: str, credentials: Credentials) -> float:
     Over TLS the cipher is part of it, so of a fast link it is less than the link passes.
     """
     fastest: dict[int, float] = {}  # by size
-    with (
-        contextlib.suppress(OSError, EOFError, WireError, ClusterError),
-        credentials.connect(head, expect="head", timeout_s=LINK_TIMEOUT_S) as stream,
-    ):
-        assert isinstance(stream, TlsStream)
-        files = HeadFiles(stream, is_shipped=False)
-        num_bytes, deadline = FIRST_TIMED_BYTES, time.monotonic() + MEASURE_LINK_S
-        while time.monotonic() < deadline:
-            fastest[num_bytes] = max(files.timed(num_bytes), fastest.get(num_bytes, 0.0))
-            num_bytes = min(2 * num_bytes, CHUNK_BYTES)
-    return fastest[max(fastest)] if fastest else 0.0
+    try:
+        with credentials.connect(head, expect="head", timeout_s=LINK_TIMEOUT_S) as stream:
+            assert isinstance(stream, TlsStream)
+            files = HeadFiles(stream, is_shipped=False)
+            watchdog = threading.Timer(LINK_TIMEOUT_S, files.interrupt)  # also where bytes trickle in
+            watchdog.start()
+            try:
+                num_bytes, deadline = FIRST_TIMED_BYTES, time.monotonic() + MEASURE_LINK_S
+                while time.monotonic() < deadline:
+                    fastest[num_bytes] = max(files.timed(num_bytes), fastest.get(num_bytes, 0.0))
+                    num_bytes = min(2 * num_bytes, CHUNK_BYTES)
+            finally:
+                watchdog.cancel()
+    except (OSError, EOFError, WireError, ClusterError):
+        return 0.0  # what went through before may have been a bucket's content
+    return fastest[max(fastest)]
 
 
 def copy_shipped(head: str, credentials: Credentials, into: Path) -> None:
@@ -232,7 +238,7 @@ def copy_shipped(head: str, credentials: Credentials, into: Path) -> None:
                         copied.add(entry)
             return
         except (OSError, EOFError, WireError) as error:
-            if not _is_dropped(error):
+            if not is_dropped(error):
                 raise
             if not left:
                 raise ClusterError(
@@ -252,7 +258,7 @@ def _copy_one(files: HeadFiles, entry: FileEntry, into: Path) -> None:
         )
 
 
-def _is_dropped(error: Exception) -> bool:
+def is_dropped(error: Exception) -> bool:
     """Whether a connection was at fault, and not this host's disk."""
     if isinstance(error, ConnectionError | TimeoutError | ssl.SSLError) or not isinstance(error, OSError):
         return True

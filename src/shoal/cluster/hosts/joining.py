@@ -339,7 +339,7 @@ class Door:
             else:
                 self._admit(stream, handshake)
         except (OSError, EOFError, WireError) as error:
-            self._refused(peer, _why(error))
+            self._refused(peer, in_words(error))
         except HostNotAdmitted as error:
             self._refused(peer, error.reason)
             if stream is not None:
@@ -552,7 +552,7 @@ def join(
                 raise
 
     def tell(error: Exception) -> None:
-        say(f"no head answers at {place} yet ({_why(error)}); trying for {timeout_s:g} s")
+        say(f"no head answers at {place} yet ({in_words(error)}); trying for {timeout_s:g} s")
 
     try:
         proven = retried(prove, timeout_s, tell)
@@ -564,12 +564,12 @@ def join(
         ) from None
     except (OSError, EOFError, WireError) as error:
         raise ConfigError(
-            f"no job can be joined at {address}: {_why(error)}. Nothing was started; the address is what the head printed, and must "
+            f"no job can be joined at {address}: {in_words(error)}. Nothing was started; the address is what the head printed, and must "
             "be reachable from here."
         ) from None
 
 
-def _why(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """In words of a user: those of OpenSSL name its source files."""
     if isinstance(error, EOFError | ssl.SSLEOFError):
         return "it hung up"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import os
 import shlex
@@ -24,12 +23,18 @@ from shoal.cluster.coordinator import journal_reader
 from shoal.cluster.hosts import agent, headship, joining
 from shoal.cluster.hosts.authority import Authority
 from shoal.cluster.hosts.engine_hosts import refuse_too_much
-from shoal.cluster.hosts.files import CONFIG, FileService, copy_shipped, measured_link, shippable
+from shoal.cluster.hosts.files import (
+    CONFIG,
+    FileService,
+    copy_shipped,
+    is_dropped,
+    measured_link,
+    shippable,
+)
 from shoal.cluster.hosts.headship import Headship, Successor
 from shoal.cluster.hosts.hosts import HEAD, Cluster
 from shoal.cluster.hosts.joining import Admission
 from shoal.cluster.hosts.run_copy import RunCopy, has_checkpoint, newest_step
-from shoal.cluster.hosts.seats import AGENT_TIMEOUT_S
 from shoal.cluster.hosts.takeover import GiveUp, Head
 from shoal.cluster.launch import api
 from shoal.cluster.launch.roles import preload_for
@@ -378,7 +383,10 @@ def _serve(
             code = host.run(inbox)
         except (OSError, EOFError, WireError) as error:
             if not admission.journal:
-                raise
+                raise ClusterError(
+                    f"host {admission.number} joined {facts.job}, and then its agent could not connect to the head at {address} "
+                    f"({joining.in_words(error)}). Nothing was started here; look at the network between the hosts, and join again."
+                ) from None
             # The head was lost before it sent an assignment.
             code, host.is_head_lost, host.reason = 3, True, f"the head could not be reached ({error})"
     if host.is_head_lost and admission.journal and not host.is_leaving:
@@ -403,12 +411,11 @@ def _disk_problems(admission: Admission, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        if is_dropped(error):
             raise
         raise RunDirectoryError(
             f"host {admission.number} cannot keep its files of the run {admission.facts.job} in {folder}: {error.strerror}. "
-            f"Nothing was started here, and the head waits; make room, or give --run-dir of another disk, and join again after "
-            f"{AGENT_TIMEOUT_S:.0f} s, when the head has given this host's seat free.",
+            "Nothing was started here, and the head waits; make room, or give another --run-dir, and join again.",
             path=str(folder),
         ) from None
 
