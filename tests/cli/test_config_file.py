@@ -84,6 +84,7 @@ def test_hosts_in_a_list_and_resources_in_a_table(
     ("text", "said"),
     [
         ("wokers = 4\n", "'wokers', which is no option.* Did you mean 'workers'"),
+        ("n = 4\n", "'n', which is no option.* Did you mean 'workers'"),
         ('workers = "four"\n', "workers = 'four'"),
         ("workers = 0\n", "workers = 0"),
         ("workers = true\n", "workers = true, and --workers takes a value"),

@@ -83,8 +83,10 @@ def _options(ctx: typer.Context, file: Path) -> dict[str, Any]:
     for key, value in _read(file).items():
         name = key.replace("-", "_")
         if name not in params:
+            short = [each for each, param in params.items() if f"-{key}" in param.opts]
+            hint = f" Did you mean '{short[0]}'?" if short else did_you_mean(name, list(params))
             raise ConfigError(
-                f"{file} has '{key}', which is no option of `shoal run`.{did_you_mean(name, list(params))} Nothing was started."
+                f"{file} has '{key}', which is no option of `shoal run`.{hint} Nothing was started."
             )
         if name in found:
             raise ConfigError(
