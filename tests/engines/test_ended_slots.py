@@ -20,7 +20,7 @@ from shoal.config.hosts import HostsConfig, Resources
 from shoal.config.liveness import LivenessConfig
 from shoal.engines import slurm_commands
 from shoal.engines.mpi import Mpi
-from shoal.engines.protocol import Ticket
+from shoal.engines.protocol import Ticket, join_function
 from shoal.engines.slurm import Slurm
 from shoal.errors import ClusterError, WaitTimedOut
 
@@ -127,6 +127,12 @@ def test_a_replacement_that_fails_is_seen_while_the_first_mpirun_lives(
     assert sorted(engine.watch()) == [1, 2]
     first.send_signal(signal.SIGKILL)
     first.wait()
+
+
+def test_a_python_that_a_slot_does_not_have_is_named() -> None:
+    code, said = join_function()(["/no/such/python", "-m", "shoal"], {})
+    assert code == 127
+    assert "No such file or directory: '/no/such/python'" in said
 
 
 class Broken:

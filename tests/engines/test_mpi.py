@@ -5,10 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from engine_jobs import TRAINING, EngineJob, command_lines, differences, kill_host
+
+from shoal.config.hosts import Resources
+from shoal.engines import protocol
+from shoal.engines.mpi import Mpi
+from shoal.engines.protocol import Ticket
+from waiting import wait_until
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 KEY = "a-key-for-tests-0123456789"
@@ -85,6 +92,23 @@ def test_a_script_that_mpirun_starts_is_one_job_of_its_world(
     assert "3 workers, ddp" in job.output()
     assert [path.name for path in (job.folder / "runs").iterdir()] == ["training-1"]
     assert job.output().count("rank 0 has ended") == 1
+
+
+def test_a_python_that_the_machines_do_not_have_is_named(
+    installed: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("mpi")
+    for name, value in AS_ROOT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(protocol, "sys", SimpleNamespace(executable="/no/such/python"))
+    ticket = Ticket(job="a", address="shoal://127.0.0.1:1", key="k" * 20, cores=1, folder=str(tmp_path))
+    engine = Mpi("", ticket)
+    engine.start([1, 2], Resources())
+    try:
+        assert wait_until(lambda: sorted(engine.watch()) == [1, 2], 60)
+        assert "/no/such/python: not found" in engine.watch()[1]
+    finally:
+        engine.stop()
 
 
 def test_a_program_that_mpirun_cannot_start_ends_the_job_with_its_words(

@@ -215,7 +215,7 @@ def check_wait(option: str, seconds: float, what: str, also: str = "") -> None:
 
 def parse_resources(said: str) -> dict[str, Resources]:
     """`worker:cpus=2,gpus=1,memory=8 server:cpus=1`: by role, as keyword arguments of HostsConfig."""
-    found = {}
+    found: dict[str, Resources] = {}
     for part in said.split():
         role, _, given = part.partition(":")
         if role not in ("worker", "server"):

@@ -23,6 +23,9 @@ END_S = 5.0
 
 LOG_LINES = 5
 
+EXEC = ("sh", "-c", 'exec "$0" "$@"')
+"""With --enable-recovery mpirun waits for ever for a program that a machine does not have; a shell ends, and says so."""
+
 
 def is_local(detail: str) -> bool:
     if detail and not os.path.isfile(detail):
@@ -70,7 +73,7 @@ class Mpi:
                         "none",
                         "--tag-output",
                     ),
-                    *(*where, *forwarded, *command),
+                    *(*where, *forwarded, *EXEC, *command),
                 ],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,

@@ -91,16 +91,19 @@ def join_function() -> Callable[[list[str], dict[str, str]], tuple[int, str]]:
         def die_with_slot() -> None:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
-        done = subprocess.run(
-            command,
-            env={**os.environ, **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            check=False,
-            preexec_fn=die_with_slot,
-        )
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **environment},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                check=False,
+                preexec_fn=die_with_slot,
+            )
+        except OSError as error:  # a Python that this machine does not have
+            return 127, str(error)
         return done.returncode, " ".join(done.stderr.split())[-500:]
 
     return run_join

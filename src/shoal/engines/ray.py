@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.config.hosts import Resources
-from shoal.engines.protocol import Ticket, join_ended, join_function, line_of, words_of
+from shoal.engines.protocol import Ticket, join_ended, join_function, line_of
 from shoal.engines.ray_session import GB, can_grow, connect, queue, shown
 from shoal.errors import ConfigError
 
@@ -86,8 +86,6 @@ class Ray:
                 continue
             try:
                 ended[host] = f"its actor's {join_ended(ray.get(end))}"
-            except ray.exceptions.RayTaskError as error:  # its first line is Ray's own, with colours
-                ended[host] = f"its actor cannot run `shoal join`: {words_of(error.cause)}"
             except ray.exceptions.RayError as error:
                 ended[host] = f"its actor died: {line_of(error)}"
         return ended
