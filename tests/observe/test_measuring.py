@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.observe.planner import measuring
 from shoal.observe.planner.cost_model import (
     SHARDS,
     SUMS,
@@ -23,6 +24,7 @@ from shoal.observe.planner.measuring import (
     Calibration,
     LinkTimes,
     MeasuredRun,
+    calibrate,
     codecs_of,
     disturbed,
     layers_of,
@@ -225,6 +227,24 @@ def test_a_calibration_with_rows_predicts_itself() -> None:
     assert workload.row_bytes == 1000
     ddp = predict(PlanCandidate(workers=2, strategy="ddp"), workload, cluster)
     assert ddp.terms["communication"] == pytest.approx(several.terms["communication"])
+
+
+@pytest.mark.parametrize(("narrow_s", "runs"), [(0.01, 2), (0.9, 1)])
+def test_one_worker_that_was_far_slower_with_more_threads_is_measured_again(
+    narrow_s: float, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "available_cores", lambda: 2)
+    first = iter([1.0, 0.02, 5.0])
+    asked = []
+
+    class Recorded:
+        def run(self, name: str, *_: object, **__: object) -> MeasuredRun:
+            asked.append(name)
+            return measured(1, 2, compute=next(first) if name == "n1" else narrow_s)
+
+    found = calibrate(Recorded(), 2, with_parts=False)  # type: ignore[arg-type]  # what calibrate asks of ScriptRuns
+    assert asked.count("n1") == runs
+    assert found.alone.step_s == (0.02 if runs == 2 else 1.0)
 
 
 def test_a_machine_that_others_used_is_named() -> None:

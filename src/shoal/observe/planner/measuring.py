@@ -221,6 +221,9 @@ def calibrate(runs_: ScriptRuns, num_workers: int, *, with_parts: bool = True) -
     threads = threads_per_worker(num_workers, cores=available_cores(), env={})
     narrow = alone if threads >= alone.threads else again(runs_, "n1-narrow", SINGLE, threads=threads)
     several = again(runs_, f"n{num_workers}", PlanCandidate(workers=num_workers, strategy="ddp"))
+    if narrow.step_s < STARVED * alone.step_s:
+        # So much quicker with fewer threads: other processes had a core of these, and all of them waited for it.
+        alone = min(alone, runs_.run("n1", SINGLE), key=lambda each: each.step_s)
     in_parts = None
     if with_parts and alone.graph and alone.batch >= 2 * PARTS:
         # A loop of the script's own, or a loss that does not recombine, cannot be run so, and is planned without it.

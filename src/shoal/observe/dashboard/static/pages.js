@@ -9,9 +9,11 @@ export function describeRun(node, head) {
   into(node, element("strong", { title: head.script }, head.name), badge(head.state), element("span", { class: "facts" }, parts.filter(Boolean).join(" · ")));
 }
 
+function sampled(unread) {
+  return unread ? element("p", { class: "notice" }, `A long run: the curves are from a sample of its steps until the other ${bytes(unread)} are read.`) : null;
+}
 function notices(view) {
-  const found = [];
-  if (view.head.unread_bytes) found.push(element("p", { class: "notice" }, `A long run: the curves are from a sample of its steps until the other ${bytes(view.head.unread_bytes)} are read.`));
+  const found = view.loss ? [sampled(view.head.unread_bytes)] : [];
   if (view.head.error) found.push(element("p", { class: "notice bad" }, view.head.error));
   return found;
 }
@@ -215,7 +217,7 @@ export async function compareRuns(main) {
   const best = Math.max(...view.runs.map((run) => run.progress.samples_per_s || 0));
   const rows = [["state", ...view.runs.map((run) => badge(run.head.state))], ["strategy", ...view.runs.map((run) => text(run.head.strategy))], ["workers", ...view.runs.map((run) => count(run.head.workers))], ["steps", ...view.runs.map((run) => count(run.progress.step))], ["samples/s", ...view.runs.map((run) => `${short(run.progress.samples_per_s)}${run.progress.samples_per_s === best ? " ★" : ""}`)], ["took", ...view.runs.map((run) => seconds(run.progress.seconds))], ["restarts", ...view.runs.map((run) => count(run.head.restarts))], ...metrics.map((name) => [name, ...view.runs.map((run) => short(run.final[name], 4))])];
   const differing = Object.entries(view.differing).map(([name, values]) => [name, ...values.map((value) => (value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value)))]);
-  into(main, boxes, axis, element("div", { style: { height: "12px" } }), ...(view.runs.length ? [
+  into(main, sampled(view.runs.reduce((sum, run) => sum + (run.head.unread_bytes || 0), 0)), boxes, axis, element("div", { style: { height: "12px" } }), ...(view.runs.length ? [
     element("div", { class: "columns" }, panel("Loss", "mean of each bucket", chart("compare-loss", loss, { x: overTime ? "seconds" : "step" })), panel("Samples per second", "", chart("compare-rate", rate, { x: overTime ? "seconds" : "step", fromZero: true }))),
     panel("Results", "★ fastest", table([[""], ...names], rows)), panel("Settings that differ", "", differing.length ? table([["setting"], ...names], differing) : empty("none"))] : [empty("Choose runs above.")]));
   return view.runs;
