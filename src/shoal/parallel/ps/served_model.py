@@ -108,12 +108,12 @@ class _Chunk:
         """Each part of a pulled chunk. A server's own memory, which is read in place, is the same at every step."""
         if self.accelerator is not None:
             # One synchronous copy: the pulled memory is released after it.
-            return as_flat(memory, self.dtype).to(self.accelerator).split(self.sizes)
+            return as_flat(memory, self.dtype).to(self.accelerator).split_with_sizes(self.sizes)
         if not memory.readonly:
-            return as_flat(memory, self.dtype).split(self.sizes)
+            return as_flat(memory, self.dtype).split_with_sizes(self.sizes)
         address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
         if address != self._address:
-            self._address, self._parts = address, as_flat(memory, self.dtype).split(self.sizes)
+            self._address, self._parts = address, as_flat(memory, self.dtype).split_with_sizes(self.sizes)
         return self._parts
 
 
