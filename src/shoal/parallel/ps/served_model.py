@@ -245,8 +245,8 @@ class DenseParameters:
         """Pull of all chunks, or of `some`."""
         wanted = self._chunks if some is None else [self._chunks[number] for number in some]
         chunks = [(c.spec.number, c.spec.slot, c.nbytes) for c in wanted]
-        codec = codec if self._has_codecs else ""
-        dtypes = {c.spec.number: c.spec.dtype for c in self._chunks}
+        codec = codec if codec and self._has_codecs else ""
+        dtypes = {c.spec.number: c.spec.dtype for c in wanted} if codec else None
         return DensePull(
             chunks,
             clock=clock,
