@@ -7,6 +7,8 @@ Every figure is a child process with the one or the other tree first on its
 path, running scripts/two_trees_job.py, which uses public names only. With
 `--cpu` figures are processor time instead of wall time, which means something
 on a busy machine too: of rank 0 per step, or of all processes of a command.
+With `--together` both trees run at the same time instead of in turn, so that
+they are slowed down alike by whatever else runs: for figures of steps.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from benchmarks.harness import Report, alternate
+from benchmarks.harness import Report, alternate, summarise
 
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "scripts" / "two_trees_job.py"
@@ -37,6 +41,7 @@ def main() -> None:
         "--figure", dest="figures", action="append", default=[], help="only those that begin so"
     )
     parser.add_argument("--cpu", action="store_true", help="processor time instead of wall time")
+    parser.add_argument("--together", action="store_true", help="both at the same time")
     options = parser.parse_args()
     report = Report("two_trees")
     shoal = [sys.executable, "-m", "shoal"]
@@ -59,7 +64,9 @@ def main() -> None:
     for name, (command, measures_itself) in figures.items():
         if options.figures and not any(name.startswith(begin) for begin in options.figures):
             continue
-        values = alternate(
+        if options.together and not measures_itself:
+            continue
+        values = (_at_once if options.together else alternate)(
             _side(AFTER, command, measures_itself, cpu=options.cpu),
             _side(options.before.resolve(), command, measures_itself, cpu=options.cpu),
             rounds=options.rounds,
@@ -69,8 +76,18 @@ def main() -> None:
             values,
             command=" ".join(command[1:]).replace(str(HERE), "benchmarks"),
             time="processor" if options.cpu else "wall",
+            order="at once" if options.together else "in turn",
         )
     report.save()
+
+
+def _at_once(ours: Callable[[], float], theirs: Callable[[], float], *, rounds: int) -> dict[str, Any]:
+    with ThreadPoolExecutor(2) as pool:
+        pairs = []
+        for _ in range(rounds):
+            mine, other = pool.submit(ours), pool.submit(theirs)
+            pairs.append((mine.result(), other.result()))
+    return summarise(pairs, digits=6)
 
 
 def _side(tree: Path, command: list[str], measures_itself: bool, *, cpu: bool) -> Callable[[], float]:
@@ -85,6 +102,9 @@ def _side(tree: Path, command: list[str], measures_itself: bool, *, cpu: bool) -
                 "PYTHONPATH": str(tree / "src"),
                 "TWO_TREES_OUT": f"{folder}/seconds",
                 "TWO_TREES_CPU": "1" if cpu else "",
+                **(
+                    {"OMP_NUM_THREADS": "1"} if cpu else {}
+                ),  # threads that spin for work count as processor time
             }
             began = spent()
             subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)

@@ -46,8 +46,9 @@ def decide(vector: Tensor) -> StepResult:
     losses = values[_LOSSES:]
     count = values[_COUNT]
     # Added in rank order: the same bits on every rank, whichever route the vector took.
+    nonfinite: tuple[tuple[int, float], ...] = ()
     if all(map(math.isfinite, losses)):
-        total, nonfinite = math.fsum(losses), ()
+        total = math.fsum(losses)
     else:
         total = sum(losses)
         nonfinite = tuple((rank, loss) for rank, loss in enumerate(losses) if not math.isfinite(loss))

@@ -85,18 +85,37 @@ class _Chunk:
     numel: int
     # Per part: its parameter, first element there, first element here, elements.
     views: list[tuple[nn.Parameter, int, int, int]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # elements of each part
+    accelerator: torch.device | None = None  # device that has all of its parameters, if there is one
     missing: int = 0  # parameters without a gradient yet in this backward
     is_sent: bool = False
+    _targets: list[Tensor | None] = field(default_factory=list)
+    _pointers: list[int] = field(default_factory=list)
+    _parts: Sequence[Tensor] = ()
+    _address: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
-    def accelerator(self) -> torch.device | None:
-        """Device that has all of its parameters, if there is one."""
-        first, *others = {view[0].device for view in self.views}
-        return first if not others and first.type != "cpu" else None
+    def targets(self) -> list[Tensor | None]:
+        """Each part where it lies in its parameter, None if that is not contiguous; made anew when a parameter moved."""
+        pointers = [view[0].data_ptr() for view in self.views]
+        if pointers != self._pointers:
+            self._pointers, self._targets = pointers, [_target(*view) for view in self.views]
+        return self._targets
+
+    def parts_of(self, memory: memoryview) -> Sequence[Tensor]:
+        """Each part of a pulled chunk. A server's own memory, which is read in place, is the same at every step."""
+        if self.accelerator is not None:
+            # One synchronous copy: the pulled memory is released after it.
+            return as_flat(memory, self.dtype).to(self.accelerator).split_with_sizes(self.sizes)
+        if not memory.readonly:
+            return as_flat(memory, self.dtype).split_with_sizes(self.sizes)
+        address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+        if address != self._address:
+            self._address, self._parts = address, as_flat(memory, self.dtype).split_with_sizes(self.sizes)
+        return self._parts
 
 
 class DenseParameters:
@@ -136,6 +155,9 @@ class DenseParameters:
                 chunk.views.append((parameter, part.offset, chunk.numel, numel))
                 chunk.numel += numel
                 self._of_parameter.setdefault(id(parameter), []).append(chunk)
+            chunk.sizes = [view[3] for view in chunk.views]
+            first, *others = {view[0].device for view in chunk.views}
+            chunk.accelerator = first if not others and first.type != "cpu" else None
             self._chunks.append(chunk)
         self._step: PushStep | None = None
         # Chunks that a device may still be copying out: their parts without a gradient, and the event of
@@ -194,20 +216,17 @@ class DenseParameters:
         gradients = [_piece(*view) for view in chunk.views]
         unused = [number for number, gradient in enumerate(gradients) if gradient is None]
         device = chunk.accelerator
+        whole = [
+            torch.zeros(view[3], dtype=chunk.dtype, device=device or "cpu") if gradient is None else gradient
+            for gradient, view in zip(gradients, chunk.views, strict=True)
+        ]
         if device is None:
-            for gradient, (_, _, at, numel) in zip(gradients, chunk.views, strict=True):
-                here = flat[at : at + numel]
-                here.zero_() if gradient is None else here.copy_(gradient)
+            with torch.no_grad():  # backward(create_graph=True) leaves gradients that have a graph
+                torch.cat([gradient.cpu() for gradient in whole], out=flat)
             self._push(chunk, unused)
             return
         # Copied as one, without waiting: otherwise backward would wait for the device at every chunk.
-        joined = torch.cat(
-            [
-                torch.zeros(view[3], dtype=chunk.dtype, device=device) if gradient is None else gradient
-                for gradient, view in zip(gradients, chunk.views, strict=True)
-            ]
-        )
-        flat.copy_(joined, non_blocking=True)
+        flat.copy_(torch.cat(whole), non_blocking=True)
         is_out = torch.Event(device)
         is_out.record()
         self._leaving.append((chunk, unused, is_out))
@@ -227,8 +246,8 @@ class DenseParameters:
         """Pull of all chunks, or of `some`."""
         wanted = self._chunks if some is None else [self._chunks[number] for number in some]
         chunks = [(c.spec.number, c.spec.slot, c.nbytes) for c in wanted]
-        codec = codec if self._has_codecs else ""
-        dtypes = {c.spec.number: c.spec.dtype for c in self._chunks}
+        codec = codec if codec and self._has_codecs else ""
+        dtypes = {c.spec.number: c.spec.dtype for c in wanted} if codec else None
         return DensePull(
             chunks,
             clock=clock,
@@ -252,18 +271,15 @@ class DenseParameters:
         values: list[Tensor] = []
         arrived = [each for each in self._chunks if each.spec.number in pull.arrived]
         for chunk in arrived:
-            flat = as_flat(pull.arrived[chunk.spec.number], chunk.dtype)
-            device = chunk.accelerator
-            if device is not None:
-                flat = flat.to(device)  # one synchronous copy: the pulled memory is released below
-            for parameter, offset, at, numel in chunk.views:
-                target = parameter.detach().view(-1) if parameter.is_contiguous() else None
+            parts = chunk.parts_of(pull.arrived[chunk.spec.number])
+            for view, target, value in zip(chunk.views, chunk.targets(), parts, strict=True):
                 if target is not None:
-                    targets.append(target[offset : offset + numel])
-                    values.append(flat[at : at + numel])
+                    targets.append(target)
+                    values.append(value)
                 else:
+                    parameter, offset, _, numel = view
                     whole = parameter.detach().reshape(-1).clone()
-                    whole[offset : offset + numel] = flat[at : at + numel]
+                    whole[offset : offset + numel] = value
                     parameter.copy_(whole.view(parameter.shape))
         if targets:
             torch._foreach_copy_(targets, values)
@@ -304,6 +320,10 @@ class DenseParameters:
         self.take(pull)
 
 
+def _target(parameter: nn.Parameter, offset: int, at: int, numel: int) -> Tensor | None:
+    return parameter.detach().view(-1)[offset : offset + numel] if parameter.is_contiguous() else None
+
+
 def _piece(parameter: nn.Parameter, offset: int, at: int, numel: int) -> Tensor | None:
     """Part of a parameter's gradient in a chunk, if backward left one."""
     gradient = parameter.grad
@@ -311,7 +331,8 @@ def _piece(parameter: nn.Parameter, offset: int, at: int, numel: int) -> Tensor 
         return None
     if gradient.layout is torch.sparse_coo:
         gradient = gradient.to_dense()
-    return gradient.reshape(-1)[offset : offset + numel]
+    flat = gradient.reshape(-1)
+    return flat if numel == flat.numel() else flat[offset : offset + numel]
 
 
 def slots_at_launch(num_servers: int, num_copies: int) -> list[list[int]]:
