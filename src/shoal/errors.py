@@ -382,7 +382,7 @@ class CheckpointWriteFailed(CheckpointError):
         safe = f"the previous one, {previous}, is whole" if previous else "there is no earlier one"
         super().__init__(
             f"the checkpoint {path} could not be written: {reason}. Its unfinished files were removed and {safe}. "
-            "Make room or choose another --run-dir, then `shoal resume` goes on from there."
+            "Make room, or choose another path (of a run's checkpoints: another --run-dir), then `shoal resume` goes on from there."
         )
 
 

@@ -431,3 +431,8 @@ def test_a_small_mean_over_many_may_be_rounded() -> None:
     values[4:] = -1.01e-4
     parts = [(values, 4000), (values[:4], 2000), (values[4:], 2000)]
     rule.check_forward(lambda x: x.mean() * 1.0, parts, 8, values)
+
+
+def test_a_class_in_the_place_of_a_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the class CrossEntropyLoss, and takes a loss made of it"):
+        loss_rule(nn.CrossEntropyLoss)

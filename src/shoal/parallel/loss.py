@@ -209,6 +209,10 @@ def loss_rule(loss: Any, *, is_compiled: bool = False) -> LossRule:
             f"loss must be callable as loss(output, target), got {loss!r}. Use a torch loss such as nn.CrossEntropyLoss(), a "
             "function, or loss='model' for a model that computes its loss itself."
         )
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise ConfigError(
+            f"loss= was given the class {loss.__name__}, and takes a loss made of it: {loss.__name__}(). Nothing was trained."
+        )
     plain = _FUNCTIONAL.get(loss) if isinstance(loss, type(F.cross_entropy)) else None
     module = plain() if plain is not None else loss
     denominator = _DENOMINATORS.get(type(module))
