@@ -250,17 +250,22 @@ class LossCounts:
         while _is_named(inner, (*_REDUCTIONS, *_MULTIPLE, "NegBackward")) and len(_children(inner)) == 1:
             if _is_named(inner, _MULTIPLE):
                 by = _saved(inner, "_saved_other")
-                if _is_named(inner, ("DivBackward",)) and by.numel() == 1 and not _is_pythons(by):
-                    return Term(_value(by) * (self._selected_of(node) or 1.0) / (math.prod(sizes) or 1))
+                if _is_named(inner, ("DivBackward",)) and by.numel() == 1:
+                    if not _is_pythons(by):
+                        return Term(_value(by) * (self._selected_of(node) or 1.0) / (math.prod(sizes) or 1))
+                    if self._is_count(_value(by), sizes, self._num_samples):
+                        return Term(1.0)
                 factor *= _multiple_of(inner)
                 self._refuse_normalised(inner)
             [inner] = _children(inner)
-        if (
-            factor not in self._fixed
-            and abs(factor) != 1.0
-            and self._is_count(1 / abs(factor), sizes, self._num_samples)
-        ):
-            return Term(1.0)
+        is_known = abs(factor) == 1.0 or factor in self._fixed
+        if not is_known and self._is_count(1 / abs(factor), sizes, self._num_samples):
+            if float(f"{factor:.3g}") != factor:  # no constant that a person writes
+                return Term(1.0)
+            raise _refusal(
+                f"the loss is a sum over samples times {factor:g}, which may be one over a number of samples in this worker's slice of "
+                f"{self._num_samples} (then divide by it) or the same number on every worker (then multiply by a tensor)"
+            )
         self._fixed.add(factor)
         self._sums.append(node)
         return Term(1.0, is_sum=True)
