@@ -794,8 +794,9 @@ class Script:
     def go_on_with(self, data: WorkerData) -> None:
         """The script is back at the batch that it took before it went through other data."""
         self.slice = data.taken
-        for loop in self.loops if data.taken is not None else ():
-            loop.weigh(data.taken)
+        if data.taken is not None:
+            for loop in self.loops:
+                loop.weigh(data.taken)
         recorder.RECORDER.base(recorder.COMPUTE)
 
     def anchor(self, data: WorkerData, part: Slice) -> None:
