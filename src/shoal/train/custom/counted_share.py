@@ -67,7 +67,7 @@ def mark_exact(loss: Tensor) -> None:
         loss.grad_fn.metadata[_EXACT] = True  # type: ignore[index]  # a property in C
 
 
-class Counted(NamedTuple):
+class LossWeight(NamedTuple):
     """How losses count their slice."""
 
     share: float
@@ -120,7 +120,7 @@ class LossCounts:
         self._sums: list[Any] = []
         self._unknown: str | None = None
 
-    def read(self, losses: Iterable[Tensor], *slices: tuple[int, int]) -> Counted:
+    def read(self, losses: Iterable[Tensor], *slices: tuple[int, int]) -> LossWeight:
         """What these losses, together, count of slices; of each the samples, and those of its batch."""
         self._slices, (self._num_samples, self._num_global) = slices, slices[0]
         self._num_whole = max(self._num_whole, self._num_global)
@@ -138,7 +138,7 @@ class LossCounts:
             )
         is_sum = bool(self._sums) and all(term.is_sum for term in terms)
         is_exact = all(term.is_exact for term in terms)
-        return Counted(share, self._sums, is_sum, is_exact, self._unknown)
+        return LossWeight(share, self._sums, is_sum, is_exact, self._unknown)
 
     def _with_samples(self, terms: list[LossTerm]) -> list[LossTerm]:
         """Terms of single samples are, together, a mean over samples where they are divided by their number."""

@@ -76,7 +76,7 @@ from shoal.train.calls import (
     refuse_lookups,
 )
 from shoal.train.custom import counted_share, loop_shape
-from shoal.train.custom.counted_share import Counted, LossCounts
+from shoal.train.custom.counted_share import LossWeight, LossCounts
 from shoal.train.custom.progress import LoopProgress
 from shoal.train.custom.script_state import DataPlace, Recovery
 from shoal.train.custom.weight_watch import (
@@ -736,11 +736,11 @@ class Script:
     backward: tuple[weakref.ref[Tensor], float, float] | None = None
     """Loss of the newest backward, the share of its targets that it counted, and its multiple that stands for the batch."""
 
-    def counts_of(self, losses: list[Tensor], part: Slice) -> Counted:
+    def counts_of(self, losses: list[Tensor], part: Slice) -> LossWeight:
         """How the losses of a backward count the slice; an operation that nothing is known of is reported once."""
         scope = gathering.current()
         if (scope is not None and scope.is_used) or part.num_local == part.num_global:
-            return Counted(1.0, [])  # rows of the whole batch
+            return LossWeight(1.0, [])  # rows of the whole batch
         different = self._different_shares()
         parts = [(max(each.num_local, 1), each.num_global) for each in (part, *self._trained_parts())]
         try:
