@@ -76,7 +76,7 @@ from shoal.train.calls import (
     refuse_lookups,
 )
 from shoal.train.custom import counted_share, loop_shape
-from shoal.train.custom.counted_share import LossWeight, LossCounts
+from shoal.train.custom.counted_share import LossCounts, LossWeight
 from shoal.train.custom.progress import LoopProgress
 from shoal.train.custom.script_state import DataPlace, Recovery
 from shoal.train.custom.weight_watch import (
