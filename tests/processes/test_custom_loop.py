@@ -172,6 +172,7 @@ def test_a_loop_that_leaves_out_a_step_on_one_rank_is_not_waited_for_for_ever(la
         data = shoal.Dataset.from_arrays(torch.ones(64, 2)).batch(8)
         model, optimizer, data = shoal.setup(model, torch.optim.SGD(model.parameters(), lr=1e-6), data)
         for number, x in enumerate(data):
+            optimizer.zero_grad()
             model(x).mean().backward()
             if (number, shoal.rank()) != (3, 1):
                 optimizer.step()

@@ -266,7 +266,7 @@ for a, b in batches:
             OTHER_OPTIMIZER,
             "the SGD trains 1 parameter (the first of shape ()) that the model given to shoal.setup does not have",
         ),
-        (TWO_DATA, "different shares of them (3 of 10 samples, 5 of 17 samples)"),
+        (TWO_DATA, "slices are different shares of them"),
     ],
     ids=[
         "changed",

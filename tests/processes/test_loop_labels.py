@@ -53,7 +53,7 @@ def masked(out, y):
     return (F.cross_entropy(out.reshape(-1, 4), y.clamp(min=0).reshape(-1), reduction="none") * kept).sum() / kept.sum()
 
 def summed(out, y):
-    return 0.05 * F.cross_entropy(out.mT, y, reduction="sum")
+    return 0.07 * F.cross_entropy(out.mT, y, reduction="sum")
 
 def summed_over_constant(out, y):
     return out.square().sum() / 10 + F.cross_entropy(out.mT, y.clamp(min=0))

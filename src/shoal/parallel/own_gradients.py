@@ -93,18 +93,17 @@ class OwnGradients:
         Afterwards a parameter that only borrowed samples reached has no gradient, like one that no
         sample reached.
         """
-        for number in list(self._kept):
-            self._drop_kept(number)
+        for kept in list(self._kept):
+            self._drop_kept(kept)
         is_summed = self.is_summed
         numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._watched)}
         groups = optimizer.param_groups if optimizer is not None and self._uncleared else []
-        for number in {
-            numbers.get(id(each), -1) for group in groups for each in group["params"]
-        } & self._uncleared:
-            if self._watched[number][1].grad is not None:
+        stepped = {numbers.get(id(each), -1) for group in groups for each in group["params"]}
+        for name, parameter in (self._watched[uncleared] for uncleared in stepped & self._uncleared):
+            if parameter.grad is not None:
                 raise ConfigError(
-                    f"the gradient of '{self._watched[number][0]}' still held that of the step before when backward() ran again, and one process "
-                    "would have added to it. Nothing of this step was applied; call optimizer.zero_grad() once for each step."
+                    f"the gradient of '{name}' still held that of the step before when backward() ran again, and one process would have added "
+                    "to it. Nothing of this step was applied; call optimizer.zero_grad() once for each step."
                 )
         for name, parameter in self._all:
             if parameter.grad is None:

@@ -67,7 +67,7 @@ def mark_exact(loss: Tensor) -> None:
         loss.grad_fn.metadata[_EXACT] = True  # type: ignore[index]  # a property in C
 
 
-class Counted(NamedTuple):
+class LossWeight(NamedTuple):
     """How losses count their slice."""
 
     share: float
@@ -99,7 +99,7 @@ class Counted(NamedTuple):
                 handle.remove()
 
 
-class Term(NamedTuple):
+class LossTerm(NamedTuple):
     """A summand of a loss."""
 
     share: float | None
@@ -120,7 +120,7 @@ class LossCounts:
         self._sums: list[Any] = []
         self._unknown: str | None = None
 
-    def read(self, losses: Iterable[Tensor], *slices: tuple[int, int]) -> Counted:
+    def read(self, losses: Iterable[Tensor], *slices: tuple[int, int]) -> LossWeight:
         """What these losses, together, count of slices; of each the samples, and those of its batch."""
         self._slices, (self._num_samples, self._num_global) = slices, slices[0]
         self._num_whole = max(self._num_whole, self._num_global)
@@ -138,9 +138,9 @@ class LossCounts:
             )
         is_sum = bool(self._sums) and all(term.is_sum for term in terms)
         is_exact = all(term.is_exact for term in terms)
-        return Counted(share, self._sums, is_sum, is_exact, self._unknown)
+        return LossWeight(share, self._sums, is_sum, is_exact, self._unknown)
 
-    def _with_samples(self, terms: list[Term]) -> list[Term]:
+    def _with_samples(self, terms: list[LossTerm]) -> list[LossTerm]:
         """Terms of single samples are, together, a mean over samples where they are divided by their number."""
         single = [term.factor for term in terms if term.factor is not None]
         if not single or (single == [1.0] and terms[0].share is not None):
@@ -152,12 +152,12 @@ class LossCounts:
             raise _refusal(
                 f"the loss is {what} over something else than the {num_samples} samples of this worker's slice of the newest batch (some of them, pairs of them)"
             )
-        return [term if term.factor is None else Term(1.0) for term in terms]
+        return [term if term.factor is None else LossTerm(1.0) for term in terms]
 
-    def _terms(self, node: Any, factor: float = 1.0) -> Iterator[Term]:
+    def _terms(self, node: Any, factor: float = 1.0) -> Iterator[LossTerm]:
         """Summands of a loss; `factor` is the number by which the script multiplies this one."""
         if node is None or node.metadata.get(_EXACT):
-            yield Term(1.0, is_exact=True)
+            yield LossTerm(1.0, is_exact=True)
             return
         if _is_of_parameters(node):
             return  # the same on every worker: any weights that add up to one are right
@@ -168,7 +168,7 @@ class LossCounts:
         inner = [each for each in _children(node) if not _is_of_parameters(each)]
         is_of_numbers = _is_of_numbers(node)
         if not (_size_of(node) == 1 or _is_named(node, _SIDE_BY_SIDE)) or not inner:
-            yield Term(None)
+            yield LossTerm(None)
             return
         self._refuse_curved(node, inner)
         if _is_named(node, ("MeanBackward",)) and is_of_numbers:
@@ -183,12 +183,12 @@ class LossCounts:
             return
         if not node.name()[-1].isdigit():
             self._unknown = str(node.name())
-        yield Term(None)
+        yield LossTerm(None)
         for each in inner:
             if _is_number(each):
                 yield from self._terms(each, factor)
 
-    def _term(self, node: Any, factor: float) -> Term | None:
+    def _term(self, node: Any, factor: float) -> LossTerm | None:
         """A mean or a sum that is known; None otherwise."""
         inner = _children(node)
         self._look_at_rows(node)
@@ -207,7 +207,7 @@ class LossCounts:
             source = num_targets / (selected or 1.0)
             share = _value(node._saved_total_weight) / float(max(source, num_samples)) if num_targets else 0.0
             is_of_few = selected is None and 0 < num_targets < num_samples
-            return Term(share, factor=factor if is_of_few else None)
+            return LossTerm(share, factor=factor if is_of_few else None)
         if _is_named(node, ("MeanBackward",)) and not _is_of_numbers(node):
             return self._mean(_selected(inner[0], num_samples), _shape(inner[0]), factor)
         if _is_sum(node):
@@ -233,12 +233,12 @@ class LossCounts:
         exactly = [each for each in fitting if each[0] in sizes[:1]]
         self._num_samples, self._num_global = (exactly or fitting or self._slices)[0]
 
-    def _mean(self, selected: float | None, sizes: Iterable[int], factor: float) -> Term:
+    def _mean(self, selected: float | None, sizes: Iterable[int], factor: float) -> LossTerm:
         if selected is not None:
-            return Term(selected)
-        return Term(1.0) if _has_rows(sizes, self._num_samples) else Term(None, factor=factor)
+            return LossTerm(selected)
+        return LossTerm(1.0) if _has_rows(sizes, self._num_samples) else LossTerm(None, factor=factor)
 
-    def _sum(self, node: Any, factor: float) -> Term | None:
+    def _sum(self, node: Any, factor: float) -> LossTerm | None:
         """A sum times a factor: of the reciprocal of a number of samples, it is a mean."""
         if _is_of_numbers(node):
             return None
@@ -250,29 +250,36 @@ class LossCounts:
         while _is_named(inner, (*_REDUCTIONS, *_MULTIPLE, "NegBackward")) and len(_children(inner)) == 1:
             if _is_named(inner, _MULTIPLE):
                 by = _saved(inner, "_saved_other")
-                if _is_named(inner, ("DivBackward",)) and by.numel() == 1 and not _is_pythons(by):
-                    return Term(_value(by) * (self._selected_of(node) or 1.0) / (math.prod(sizes) or 1))
+                if _is_named(inner, ("DivBackward",)) and by.numel() == 1:
+                    if not _is_pythons(by):
+                        return LossTerm(
+                            _value(by) * (self._selected_of(node) or 1.0) / (math.prod(sizes) or 1)
+                        )
+                    if self._is_count(_value(by), sizes, self._num_samples):
+                        return LossTerm(1.0)
                 factor *= _multiple_of(inner)
                 self._refuse_normalised(inner)
             [inner] = _children(inner)
-        if (
-            factor not in self._fixed
-            and abs(factor) != 1.0
-            and self._is_count(1 / abs(factor), sizes, self._num_samples)
-        ):
-            return Term(1.0)
+        is_known = abs(factor) == 1.0 or factor in self._fixed
+        if not is_known and self._is_count(1 / abs(factor), sizes, self._num_samples):
+            if float(f"{factor:.3g}") != factor:  # no constant that a person writes
+                return LossTerm(1.0)
+            raise _refusal(
+                f"the loss is a sum over samples times {factor:g}, which may be one over a number of samples in this worker's slice of "
+                f"{self._num_samples} (then divide by it) or the same number on every worker (then multiply by a tensor)"
+            )
         self._fixed.add(factor)
         self._sums.append(node)
-        return Term(1.0, is_sum=True)
+        return LossTerm(1.0, is_sum=True)
 
-    def _divided(self, node: Any, summed: Any) -> Term | None:
+    def _divided(self, node: Any, summed: Any) -> LossTerm | None:
         """A sum divided by a number: of samples, of what was counted, or one that is the same on all workers."""
         if _is_of_numbers(summed):
             return None
         sizes, by = _sizes_summed(summed), _value(node._saved_other)
         counted = by * (self._selected_of(summed) or 1.0) / (math.prod(sizes) or 1)
         if not _is_pythons(node._saved_other):
-            return Term(counted)
+            return LossTerm(counted)
         is_of_samples = self._is_count(by, sizes, self._num_samples)
         is_of_batch = any(self._is_count(by, sizes, num) for num in (self._num_global, self._num_whole))
         if self._is_of_some(summed):
@@ -280,10 +287,10 @@ class LossCounts:
             return (
                 self._sum(summed, 1.0)
                 if not is_count and (is_of_batch or not by.is_integer())
-                else Term(counted)
+                else LossTerm(counted)
             )
         if is_of_samples != is_of_batch:
-            return Term(1.0) if is_of_samples else self._sum(summed, 1.0)
+            return LossTerm(1.0) if is_of_samples else self._sum(summed, 1.0)
         if not is_of_samples and not by.is_integer():
             return self._sum(summed, 1.0)
         raise _refusal(

@@ -76,7 +76,7 @@ from shoal.train.calls import (
     refuse_lookups,
 )
 from shoal.train.custom import counted_share, loop_shape
-from shoal.train.custom.counted_share import Counted, LossCounts
+from shoal.train.custom.counted_share import LossCounts, LossWeight
 from shoal.train.custom.progress import LoopProgress
 from shoal.train.custom.script_state import DataPlace, Recovery
 from shoal.train.custom.weight_watch import (
@@ -736,11 +736,11 @@ class Script:
     backward: tuple[weakref.ref[Tensor], float, float] | None = None
     """Loss of the newest backward, the share of its targets that it counted, and its multiple that stands for the batch."""
 
-    def counts_of(self, losses: list[Tensor], part: Slice) -> Counted:
+    def counts_of(self, losses: list[Tensor], part: Slice) -> LossWeight:
         """How the losses of a backward count the slice; an operation that nothing is known of is reported once."""
         scope = gathering.current()
         if (scope is not None and scope.is_used) or part.num_local == part.num_global:
-            return Counted(1.0, [])  # rows of the whole batch
+            return LossWeight(1.0, [])  # rows of the whole batch
         different = self._different_shares()
         parts = [(max(each.num_local, 1), each.num_global) for each in (part, *self._trained_parts())]
         try:
@@ -794,8 +794,9 @@ class Script:
     def go_on_with(self, data: WorkerData) -> None:
         """The script is back at the batch that it took before it went through other data."""
         self.slice = data.taken
-        for loop in self.loops if data.taken is not None else ():
-            loop.weigh(data.taken)
+        if data.taken is not None:
+            for loop in self.loops:
+                loop.weigh(data.taken)
         recorder.RECORDER.base(recorder.COMPUTE)
 
     def anchor(self, data: WorkerData, part: Slice) -> None:
