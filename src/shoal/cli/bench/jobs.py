@@ -362,7 +362,7 @@ def run_served(out: Path, times: int) -> None:
             found = self.weight.sum().expand(len(ids))
             return found if self.rows is None else found + self.rows(ids).sum((1, 2))
 
-    class Watch(Callback):
+    class ServedSteps(Callback):
         """Seconds of each step: at the servers, and in all that is neither computing nor reading."""
 
         ranks = "every"
@@ -388,7 +388,7 @@ def run_served(out: Path, times: int) -> None:
         ids = torch.randint(
             SERVED_IDS, (4 * size, SERVED_LOOKUPS), generator=torch.Generator().manual_seed(0)
         )
-        watch = Watch()
+        watch = ServedSteps()
         trainer = Trainer(
             Pushed(num_bytes, num_rows),
             loss=nn.L1Loss(),
