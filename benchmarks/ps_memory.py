@@ -130,9 +130,10 @@ def look(pid: int) -> Sample | None:
     except OSError:
         return None
     private = sum(int(kib) for kib in re.findall(r"^Private_\w+:\s+(\d+) kB", rollup, re.MULTILINE))
-    rows = re.search(r"/memfd:shoal-rows.*\n(?:[A-Z]\w+:.*\n)+", maps)
-    for name, kib in re.findall(r"^(Shared_\w+):\s+(\d+) kB", rows[0] if rows else "", re.MULTILINE):
-        private += int(kib) if name != "Shared_Hugetlb" else 0
+    for rows in re.findall(r"/memfd:shoal-rows.*\n(?:[A-Z]\w+:.*\n)+", maps):
+        private += sum(
+            int(kib) for kib in re.findall(r"^Shared_(?:Clean|Dirty):\s+(\d+) kB", rows, re.MULTILINE)
+        )
     shared = re.findall(r"/memfd:(?!shoal-rows).*\nSize:\s+(\d+) kB\n(?:.*\n)*?Rss:\s+(\d+) kB", maps)
     if not private:  # it is about to end
         return None
