@@ -3,7 +3,7 @@
 Aims: private memory at most 1.15 times parameters and optimizer state, and 10 %
 of them for the index; exchange buffers bounded and reported; no growth over 10
 minutes. Private is what only this process has (`/proc/PID/smaps_rollup`):
-exchange buffers are shared with the workers and counted apart.
+exchange buffers are shared with the workers and counted apart, and rows that workers read in place are its own.
 
     python -m benchmarks ps_memory                two set-ups, 10 minutes each
     python -m benchmarks ps_memory --minutes 2    each of them so long
@@ -130,7 +130,11 @@ def look(pid: int) -> Sample | None:
     except OSError:
         return None
     private = sum(int(kib) for kib in re.findall(r"^Private_\w+:\s+(\d+) kB", rollup, re.MULTILINE))
-    shared = re.findall(r"/memfd:.*\nSize:\s+(\d+) kB\n(?:.*\n)*?Rss:\s+(\d+) kB", maps)
+    for rows in re.findall(r"/memfd:shoal-rows.*\n(?:[A-Z]\w+:.*\n)+", maps):
+        private += sum(
+            int(kib) for kib in re.findall(r"^Shared_(?:Clean|Dirty):\s+(\d+) kB", rows, re.MULTILINE)
+        )
+    shared = re.findall(r"/memfd:(?!shoal-rows).*\nSize:\s+(\d+) kB\n(?:.*\n)*?Rss:\s+(\d+) kB", maps)
     if not private:  # it is about to end
         return None
     return Sample(

@@ -31,6 +31,7 @@ class FakeCore:
     """Keeps the newest push. What it heard from the coordinator is what Post tells."""
 
     ships_at_once = has_pushes = False
+    shared_bytes = 0
 
     def __init__(self, told: ServerSpec) -> None:
         self._told = told

@@ -37,9 +37,14 @@ class Bench:
     """One server, worker-0 is peer 1, worker-1 peer 2, and so on."""
 
     def __init__(
-        self, mode: DeclareMode, *, filters: PushFilters | None = None, spec: TableSpec = SPEC
+        self,
+        mode: DeclareMode,
+        *,
+        filters: PushFilters | None = None,
+        spec: TableSpec = SPEC,
+        core: ServerCore | None = None,
     ) -> None:
-        self.core = ServerCore(0, filters=filters)
+        self.core = core or ServerCore(0, filters=filters)
         self.core.view(ServerView(1, [[0]] * 256, {0: 0}))
         self.ticket = 0
         self.view = 1

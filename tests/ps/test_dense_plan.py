@@ -74,10 +74,17 @@ def test_servers_get_equal_shares_where_parameters_may_be_cut() -> None:
     assert {chunk.slot for chunk in chunks} == {0, 1, 2, 3}
 
 
-def test_a_small_model_is_one_chunk_on_one_server() -> None:
-    params = [("weight", (416, 128), "float32", 0), ("bias", (128,), "float32", 0)]
-    (chunk,) = plan_chunks(params, optimizer="Adagrad", slots_by_server=[[0], [1], [2], [3]])
-    assert sum(map(num_elements, chunk.parts)) == 417 * 128
+@pytest.mark.parametrize(("num_inputs", "num_chunks"), [(300, 1), (416, 2), (800, 4), (4_000, 4)])
+def test_a_small_model_is_on_as_many_servers_as_have_a_chunk_worth_its_messages(
+    num_inputs: int, num_chunks: int
+) -> None:
+    params = [("weight", (num_inputs, 128), "float32", 0), ("bias", (128,), "float32", 0)]
+    chunks = plan_chunks(params, optimizer="Adagrad", slots_by_server=[[0], [1], [2], [3]])
+    sizes = [4 * sum(map(num_elements, chunk.parts)) for chunk in chunks]
+    assert {chunk.slot for chunk in chunks} == set(range(num_chunks))
+    assert sum(sizes) == 4 * 128 * (num_inputs + 1)
+    assert max(sizes) - min(sizes) <= 4 * 64 * num_chunks
+    assert num_chunks == 1 or min(sizes) >= 96 << 10
 
 
 def test_only_optimizers_of_torch_that_a_server_can_run_are_taken() -> None:

@@ -14,6 +14,7 @@ import torch
 from server_group_of_processes import Coordinator, Server, group
 
 from shoal.cluster.hosts.authority import Authority
+from shoal.embedding.shared_rows import can_share_rows
 from shoal.errors import LinkLost
 from shoal.ps.client.bulk_transfer import read_chunk, read_table, write_chunk, write_rows
 from shoal.ps.client.server_group import Group
@@ -42,7 +43,10 @@ CHUNKS = [ChunkSpec(n, n, "float32", [DensePart(f"w{n}", [CHUNK], 0, 0)]) for n 
 BOTH = ServerView(
     view=1, holders=[[slot % 2, 1 - slot % 2] for slot in range(256)], incarnations={0: 0, 1: 0}
 )
+ONLY = ServerView(view=1, holders=[[0]] * 256, incarnations={0: 0})
 ALONE = ServerView(view=2, holders=[[0]] * 256, incarnations={0: 0})
+
+TABLE_DECLARED, DENSE_DECLARED = DeclareTable(TABLE), DeclareDense(CHUNKS, "Adam", [{"lr": 0.1}])
 
 AUTHORITIES = {"unix": None, "tls": Authority("job"), "plain": Authority("job", plaintext=True)}
 
@@ -56,10 +60,13 @@ def authority(request: pytest.FixtureRequest) -> Iterator[Authority]:
     tls.use(None)
 
 
-def train(folder: Path, authority: Authority | None, *, num_near: int = 0) -> list[bytes]:
+def train(
+    folder: Path, authority: Authority | None, *, num_near: int = 0, in_place: bool = False
+) -> list[bytes]:
     """Rows and chunks after steps in two phases on two servers, of which one is then killed: all that was pulled.
 
-    Of an authority's, `num_near` are on the client's host, and pulls may go to replicas there.
+    Of an authority's, `num_near` are on the client's host. Pulls go to replicas there or, `in_place`, rows of primaries
+    there are read where they lie.
     """
     folder.mkdir()
     with group(folder, 2, is_real=True, authority=authority) as (coordinator, servers):
@@ -75,11 +82,12 @@ def train(folder: Path, authority: Authority | None, *, num_near: int = 0) -> li
             ask_view=lambda after, timeout_s: views[-1],
             timeout_s=60.0,
         )
-        client.reads_replicas = num_near > 0
+        client.reads_replicas = num_near > 0 and not in_place
+        client.reads_in_place = in_place
         with contextlib.closing(client):
-            client.declare(DeclareTable(TABLE))
-            assert client.readers == (0,) if num_near else client.readers == (0, 1)
-            client.declare(DeclareDense(CHUNKS, "Adam", [{"lr": 0.1}]))
+            client.declare(TABLE_DECLARED)
+            assert client.readers == ((0,) if client.reads_replicas else (0, 1))
+            client.declare(DENSE_DECLARED)
             client.declare(DeclareMode(1, "exact", two_phase=True, wants_norm=True))
             keys = np.arange(NUM_ROWS, dtype=np.int64)
             ones = np.ones((NUM_ROWS, DIM), np.float32)
@@ -87,10 +95,16 @@ def train(folder: Path, authority: Authority | None, *, num_near: int = 0) -> li
             for chunk in CHUNKS:
                 write_chunk(client, chunk, torch.linspace(-1, 1, CHUNK), {})
             found = [b"".join(step(client, number)) for number in (1, 2, 3)]
+            assert [client.has_committed(server, 3) for server in (0, 1)] == [True, True]
+            is_read = [client._rows.get((server, 0)) is not None for server in (0, 1)]
+            assert is_read == [in_place and not tls.is_remote(client._addresses[server]) for server in (0, 1)]
             # Over a network the keys of a push are those of its pull, which the servers have.
             # A push names the keys of the pull before it, where both went to one server of another host.
-            is_known = authority is not None and not num_near
-            assert client.key_bytes_saved == (3 * 9_000 * 8 if is_known else 0)
+            if num_near and in_place:
+                assert 0 < client.key_bytes_saved < 3 * 9_000 * 8  # of one server of the two
+            else:
+                is_known = authority is not None and not num_near
+                assert client.key_bytes_saved == (3 * 9_000 * 8 if is_known else 0)
             servers[1].process.kill()
             views.append(seen_from(servers, ALONE))
             tell(coordinator, views[1])
@@ -105,7 +119,7 @@ def step(client: Group, number: int) -> Sequence[bytes]:
     random = np.random.default_rng(number)
     keys = np.sort(random.choice(NUM_ROWS, 9_000, replace=False)).astype(np.int64)
     pulls = (
-        RowsPull(0, keys, DIM, np.dtype(np.float32), clock=number - 1),
+        RowsPull(0, keys, DIM, np.dtype(np.float32), clock=number - 1, in_place=TABLE),
         DensePull([(each.number, each.slot, 4 * CHUNK) for each in CHUNKS], clock=number - 1, in_place=True),
     )
     for pull in pulls:
@@ -154,6 +168,48 @@ def test_rows_chunks_and_replicas_have_the_bits_of_unix_sockets(
     tmp_path: Path, authority: Authority, near: list[bytes]
 ) -> None:
     assert train(tmp_path / "far", authority) == near
+
+
+@pytest.mark.skipif(not can_share_rows(), reason="stores may be seen in another order here")
+def test_rows_read_in_place_have_the_bits_of_those_that_servers_gather(
+    tmp_path: Path, near: list[bytes]
+) -> None:
+    assert train(tmp_path / "in-place", None, in_place=True) == near
+
+
+@pytest.mark.skipif(not can_share_rows(), reason="stores may be seen in another order here")
+def test_a_replacement_reads_in_place_only_after_a_step_of_its_own(tmp_path: Path) -> None:
+    # Before, a step that its predecessor had ended may count while it reads.
+    with group(tmp_path, 1, is_real=True) as (coordinator, [server]):
+        coordinator.accept()
+        tell(coordinator, RankJoined(0, 0), ONLY)
+        for incarnation in (0, 1):
+            client = Group(
+                name="worker-0",
+                incarnation=incarnation,
+                ways_in=[str(server.path)],
+                ask_view=lambda after, timeout_s: ONLY,
+                timeout_s=60.0,
+            )
+            client.reads_in_place = True
+            with contextlib.closing(client):
+                for declared in (
+                    TABLE_DECLARED,
+                    DENSE_DECLARED,
+                    DeclareMode(1, "exact", two_phase=True, wants_norm=True),
+                ):
+                    client.declare(declared)
+                step(client, 1 + 2 * incarnation)
+                assert not client._rows
+                step(client, 2 + 2 * incarnation)
+                assert list(client._rows) == [(0, 0)]
+
+
+@pytest.mark.skipif(not can_share_rows(), reason="stores may be seen in another order here")
+def test_of_servers_on_two_hosts_those_of_the_own_host_are_read_in_place(
+    tmp_path: Path, authority: Authority, near: list[bytes]
+) -> None:
+    assert train(tmp_path / "mixed", authority, num_near=1, in_place=True) == near
 
 
 def test_pulls_from_a_replica_on_the_workers_host_have_the_bits_of_the_primaries(

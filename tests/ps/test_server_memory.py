@@ -32,6 +32,11 @@ def test_up_to_the_limit_all_is_taken_and_beyond_it_nothing_that_grows() -> None
     assert tight.refusal(ReadRows(view=1, table=0, slot=0)) is None
 
 
+def test_what_clients_read_counts_to_the_limit_too() -> None:
+    guard = MemoryGuard("server-7", private_bytes() + (1 << 30), shared_bytes=lambda: 1 << 31)
+    assert "server-7 holds" in str(guard.problem())
+
+
 def test_a_machine_that_runs_out_is_noticed_whoever_uses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = MemoryGuard("server-7")
     assert guard.problem() is None

@@ -18,6 +18,7 @@ from shoal.embedding.growing_array import GrowingArray
 from shoal.embedding.kernels import NUM_SLOTS, slot_of
 from shoal.embedding.row_statistics import RowStatistics, as_admitted, num_columns
 from shoal.embedding.rules import rule_named
+from shoal.embedding.shared_rows import RowMemory, shared_memory_for
 from shoal.embedding.tiered_rows import RowBudget, TieredRows
 from shoal.errors import ConfigError
 from shoal.runtime.kernel_cache import (
@@ -50,23 +51,22 @@ class ArrayIndex:
     `add` gives them a row. A key out of range has none and cannot get one.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, row_of: Array | None = None) -> None:
+        """`row_of` is memory for it: zeros."""
         self.keys = GrowingArray((), np.int64, limit)
         self.num_rows = 0
-        self._rows = GrowingArray((), np.int32, limit)
+        self._row_of = GrowingArray((), np.int32, limit).array[:limit] if row_of is None else row_of
         self._limit = limit
 
     def find(self, keys: Array, rows: Array) -> int:
-        return _find_in_array(keys, self._rows.array[: self._limit], rows)
+        return find_in_array(keys, self._row_of, rows)
 
     def add(self, keys: Array, rows: Array, num_new: int) -> None:
-        self.num_rows = _add_to_array(
-            keys, self._rows.array[: self._limit], rows, self.keys.array, self.num_rows
-        )
+        self.num_rows = _add_to_array(keys, self._row_of, rows, self.keys.array, self.num_rows)
 
     def rebuild(self, dropped: Array, num_rows: int) -> None:
-        self._rows.array[dropped] = 0
-        self._rows.array[self.keys.array[:num_rows]] = np.arange(1, num_rows + 1, dtype=np.int32)
+        self._row_of[dropped] = 0
+        self._row_of[self.keys.array[:num_rows]] = np.arange(1, num_rows + 1, dtype=np.int32)
         self.num_rows = num_rows
         self.keys.shrink(num_rows)
 
@@ -123,7 +123,7 @@ _SOON = 24  # keys ahead, whose entries are asked for
 
 
 @kernel((_KEYS, vector(types.int32), _ROWS))
-def _find_in_array(keys: Any, row_of: Any, rows: Any) -> int:
+def find_in_array(keys: Any, row_of: Any, rows: Any) -> int:
     limit, num_missing = len(row_of), 0
     for i in range(len(keys)):
         if i + _SOON < len(keys):
@@ -258,6 +258,11 @@ _BLOCK = 16384
 _INITS = {"zeros": 0, "normal": 1, "uniform": 2}
 
 
+def first_values_of(spec: TableSpec) -> tuple[int, float, int]:
+    """The last arguments of `gather`: with the key they give the values of a row that was never written."""
+    return _INITS[spec.init], spec.scale, mix(spec.seed)
+
+
 class RowsInMemory(GrowingArray):
     """Values and state of all rows, each at its number. `TieredRows` does the same over RAM and disk."""
 
@@ -276,6 +281,21 @@ class RowsInMemory(GrowingArray):
             part = slice(start, start + _BLOCK)
             self.array[holes[part]] = self.array[moved[part]]
         self.shrink(num_left)
+
+
+class SharedRows(RowsInMemory):
+    """The same in memory that other processes read."""
+
+    def __init__(self, memory: RowMemory) -> None:
+        self.array = memory.views.rows
+        self.row_bytes = self.array.strides[0]
+        self._shared = memory
+
+    def reserve(self, num_rows: int) -> None:
+        pass  # there is room for as many as there can be
+
+    def shrink(self, num_rows: int) -> None:
+        self._shared.give_back(num_rows)
 
 
 class Candidates:
@@ -365,7 +385,8 @@ class RowTable:
     in memory.
     """
 
-    def __init__(self, spec: TableSpec, budget: RowBudget | None = None) -> None:
+    def __init__(self, spec: TableSpec, budget: RowBudget | None = None, *, is_shared: bool = False) -> None:
+        """With `is_shared` other processes can read its rows, if their number is known and the system can."""
         self.spec, self.dim, self.dtype = spec, spec.dim, np.dtype(spec.dtype)
         if spec.dim < 1 or spec.num_rows == 0:
             raise ConfigError(
@@ -379,16 +400,22 @@ class RowTable:
         self.rule_dim = self.rule.state_dim(spec.dim)
         self.state_dim = self.rule_dim + num_columns(spec.policy)
         self._first_state = self._settings[self.rule.first_state] if self.rule.first_state else 0.0
-        self._init = (_INITS[spec.init], spec.scale, mix(spec.seed))
+        self._init = first_values_of(spec)
         width = self.dim + self.rule_dim
-        self._table: RowsInMemory | TieredRows = (
-            RowsInMemory((width,), self.dtype, spec.num_rows)
-            if budget is None
-            else TieredRows(width, self.dtype, spec.num_rows, budget)
-        )
+        self.shared: RowMemory | None = None
+        if is_shared and spec.num_rows is not None and budget is None and spec.policy is None:
+            self.shared = shared_memory_for(spec.num_rows, width, self.dtype)
+        self._table: RowsInMemory | TieredRows
+        if self.shared is not None:
+            self._table = SharedRows(self.shared)
+        elif budget is None:
+            self._table = RowsInMemory((width,), self.dtype, spec.num_rows)
+        else:
+            self._table = TieredRows(width, self.dtype, spec.num_rows, budget)
         self._block = self._table.block
+        row_of = None if self.shared is None else self.shared.views.row_of
         self._index = (
-            HashedIndex(self._table.row_bytes) if spec.num_rows is None else ArrayIndex(spec.num_rows)
+            HashedIndex(self._table.row_bytes) if spec.num_rows is None else ArrayIndex(spec.num_rows, row_of)
         )
         self._rows = np.empty(self._block, np.int32)
         self._new_state = np.empty((0, self.rule_dim), self.dtype)
@@ -404,6 +431,11 @@ class RowTable:
         if spec.policy is not None:
             self.statistics = RowStatistics(spec.policy, spec.number, spec.num_rows)
             self.candidates = Candidates(RowStatistics(spec.policy, spec.number))
+
+    def begin_change(self) -> None:
+        """Rows change at a moment that readers of its memory do not know of: not by `apply`."""
+        if self.shared is not None:
+            self.shared.begin_change()
 
     # ---- rows that changed ----
 
@@ -466,7 +498,7 @@ class RowTable:
             rows = self._rows[: len(block)]
             self._index.find(block, rows)
             places = self._table.places(rows, is_written=False)
-            _gather(places, block, self._table.array, out[start : start + self._block], *self._init)
+            gather(places, block, self._table.array, out[start : start + self._block], *self._init)
 
     def apply(self, keys: Array, grads: Array, factor: float = 1.0) -> None:
         """One update of the table: the rule, with gradients times `factor`. Counts also where no key is given."""
@@ -555,6 +587,7 @@ class RowTable:
         counted, and rows with 0 sightings go.
         """
         self.step = step
+        self.begin_change()
         columns = None
         if self.policy is not None:
             keys, values, state, columns = self._admitted(keys, values, state)
@@ -697,6 +730,7 @@ class RowTable:
         if self.policy is not None:
             self.set(keys, whole[:, : self.dim], whole[:, self.dim :], self.step)
             return
+        self.begin_change()
         for start in range(0, len(keys), self._block):
             places = self._places_of(keys[start : start + self._block])
             put(whole[start : start + self._block], places, self._table.array)
@@ -707,6 +741,7 @@ class RowTable:
         if num_left == len(is_dropped):
             return
         self._sorted = None
+        self.begin_change()
         keys = self._index.keys.array
         dropped = keys[: len(is_dropped)][is_dropped]
         holes = np.flatnonzero(is_dropped[:num_left])
@@ -830,7 +865,7 @@ def _begin(
         INT, types.float64, INT,
     )
 )  # fmt: skip
-def _gather(rows: Any, keys: Any, table: Any, out: Any, init: int, scale: float, seed: int) -> None:
+def gather(rows: Any, keys: Any, table: Any, out: Any, init: int, scale: float, seed: int) -> None:
     dim = out.shape[1]
     for i in range(len(rows)):
         ask_ahead(rows, i, table)

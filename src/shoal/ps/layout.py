@@ -153,8 +153,8 @@ def num_elements(part: DensePart) -> int:
     return math.prod(part.shape)
 
 
-SMALL_BYTES = 256 << 10
-"""Chunks are not cut smaller than this for the sake of an even share: a message and an optimizer's call cost more."""
+SMALL_BYTES = 96 << 10
+"""Chunks are not cut smaller than this for the sake of an even share: what each costs by itself is then more (ADR 69)."""
 
 
 def _elements_per_chunk(params: Sequence[Parameter], dtype: str, num_servers: int, chunk_bytes: int) -> int:

@@ -408,4 +408,6 @@ class RowModule:
             pull = CachedRowsPull(self.cache, *what, clock=clock, codec=codec, unpushed=unpushed)
             session.cached(num_hits=pull.num_hits, num_misses=len(keys) - pull.num_hits)
             return pull
-        return RowsPull(*what, clock=clock, codec=codec, unpushed=unpushed)
+        lies_here = self._group.reads_in_place and self.spec.num_rows is not None and not codec
+        in_place = self.spec if lies_here else None
+        return RowsPull(*what, clock=clock, codec=codec, unpushed=unpushed, in_place=in_place)

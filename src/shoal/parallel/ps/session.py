@@ -18,6 +18,7 @@ from shoal.cluster.worker.coordinator_client import LeaseClient
 from shoal.config import job as jobs
 from shoal.config import placement
 from shoal.config import strategy as strategies
+from shoal.embedding.shared_rows import can_share_rows
 from shoal.ps.client.server_group import AskAll, AskOwner, Group
 from shoal.ps.client.step import Decision, PushStep
 from shoal.ps.codecs import Compression
@@ -60,6 +61,7 @@ class PsSession(ReplayLog):
         )
         self.group.compression = Compression(job.compress)
         self.group.reads_replicas = kind == "exact"
+        self.group.reads_in_place = kind == "exact" and can_share_rows()
         if placement.of_job(job).devices[job.rank].startswith("cuda"):
             self.group.lock_memory = page_lock.lock
         self.updates = 0  # steps committed so far, of all models of the script: the clock of this worker

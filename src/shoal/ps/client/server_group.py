@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import LinkLost, ServerRefused, WaitTimedOut
+from shoal.ps.client.rows_in_place import RowsInPlace
 from shoal.ps.codecs import Compression
 from shoal.ps.key_lists import KeyLists
 from shoal.runtime.transport import endpoint, memfd, tls
 from shoal.runtime.transport.arena import ArenaConfig, Buffer
 from shoal.runtime.transport.framing import Bytes
 from shoal.runtime.transport.messages import client_server as msg
+from shoal.runtime.transport.messages.client_server import TableSpec
 from shoal.runtime.transport.messages.message import Message
 from shoal.runtime.transport.messages.server_coordinator import ServerView
 from shoal.runtime.transport.shared_client import Link
@@ -95,6 +97,11 @@ class Group:
         self.owner_of_slot: NDArray[np.int16] = np.zeros(0, np.int16)
         self.reads_replicas = False
         """Pulls go to a replica on this host where the primary is on another. Exact strategies only: ADR 43."""
+        self.reads_in_place = False
+        """Rows are read in the memory of servers of this host. Exact strategies only: ADR 69."""
+        # Rows where they lie, by server and table; None where a server shares none.
+        self._rows: dict[tuple[int, int], RowsInPlace | None] = {}
+        self._committed: dict[int, int] = {}  # server -> step that all of it has, in this view
         self.reader_of_slot: NDArray[np.int16] = np.zeros(0, np.int16)
         self.readers: tuple[int, ...] = ()  # those that answer pulls, in order
         self.replicas: frozenset[int] = frozenset()  # of those, the ones that answer as a replica
@@ -176,6 +183,8 @@ class Group:
         """Wait for a view newer than the present one, and stand in it."""
         found = self._ask_view(self.view, self.timeout_s if timeout_s is None else timeout_s)
         self.view = found.view
+        self._rows.clear()
+        self._committed.clear()
         self._key_lists.clear()
         self._incarnations = dict(found.incarnations)
         self._addresses = endpoint.of_servers(self._ways_in, found, self._own_host)
@@ -275,6 +284,44 @@ class Group:
             known = self._dense[server] = (self.view, self._map_dense(server))
         return known[1][chunk]
 
+    def may_share_rows(self, server: int, table: int) -> bool:
+        """Whether this worker might read a table's rows in the memory of this server, as far as it knows."""
+        if not self.reads_in_place or server in self.replicas or self.link(server).is_remote:
+            return False
+        return self._rows.get((server, table), True) is not None
+
+    def rows_at(self, server: int, spec: TableSpec) -> RowsInPlace | None:
+        """A table's rows where the server has them, as `chunk_at`; None where it shares none."""
+        key = (server, spec.number)
+        if key not in self._rows:
+            self._rows[key] = self._map_rows(server, spec)
+        return self._rows[key]
+
+    def forget_rows(self, server: int, table: int) -> None:
+        """They were changed since they were looked for: look again."""
+        self._rows.pop((server, table), None)
+
+    def _map_rows(self, server: int, spec: TableSpec) -> RowsInPlace | None:
+        answer, _ = self.wait(server, self.send(server, msg.AskRows(self.view, spec.number)))
+        assert isinstance(answer, msg.RowsAt)
+        if not answer.num_bytes:
+            return None
+        (fd,) = self.link(server).take_fds(1)
+        try:
+            return RowsInPlace(spec, fd, answer.num_bytes, answer.edition)
+        except (OSError, ValueError):
+            return None  # a limit on this process's address space
+        finally:
+            memfd.close([fd])
+
+    def note_committed(self, server: int, seq: int) -> None:
+        """All of a server has this step, which is the last that this worker has ended; exact strategies."""
+        self._committed[server] = seq
+
+    def has_committed(self, server: int, clock: int) -> bool:
+        """Whether the server is known to be at this step, and cannot go on before this worker ends the next."""
+        return self._committed.get(server) == clock
+
     def _map_dense(self, server: int) -> dict[int, memoryview]:
         answer, _ = self.wait(server, self.send(server, msg.AskDense(self.view)))
         assert isinstance(answer, msg.DenseAt)
@@ -293,6 +340,7 @@ class Group:
         return sum(link.arena.bytes_reserved for _, link in self._links.values())
 
     def close(self) -> None:
+        self._rows.clear()
         for _, link in self._links.values():
             link.close()
         self._links.clear()
@@ -341,6 +389,7 @@ class Group:
 
     def _drop(self, server: int) -> None:
         self._key_lists.pop(server, None)
+        self._committed.pop(server, None)
         known = self._links.pop(server, None)
         if known is not None:
             known[1].close()

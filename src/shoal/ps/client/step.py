@@ -124,7 +124,12 @@ class _Pull:
 
 
 class RowsPull(_Pull):
-    """Rows of one table, for keys that are strictly increasing."""
+    """Rows of one table, for keys that are strictly increasing.
+
+    Those of a primary on this host are read `in_place`, once it has told this worker that the step
+    counts which the worker ended last: it cannot update before the next one is ended. Before, and
+    where somebody else has changed rows, the server is asked for them.
+    """
 
     def __init__(
         self,
@@ -137,9 +142,14 @@ class RowsPull(_Pull):
         codec: str = "",
         unpushed: int = 0,
         is_whole: bool = False,
+        in_place: msg.TableSpec | None = None,
     ) -> None:
-        """With `is_whole` rows are values and state, `dim` numbers together."""
+        """With `is_whole` rows are values and state, `dim` numbers together. `in_place`: the table, in exact steps."""
         super().__init__(clock, unpushed)
+        self._in_place = in_place
+        self._looked: list[
+            tuple[int, NDArray[np.int32] | None]
+        ] = []  # servers that are asked for nothing yet
         self._codec, self._is_whole = codec, is_whole
         self.table, self.keys, self._dim, self._dtype = table, keys, dim, dtype
         self._wanted = keys  # of the servers
@@ -148,29 +158,58 @@ class RowsPull(_Pull):
 
     def send(self, group: Group) -> None:
         self._begin()
-        self._parts, self._rows = [], None
+        self._parts, self._looked, self._rows = [], [], None
         for server, places in by_server(self.table, self._wanted, group, is_pull=True):
-            message = msg.PullRows(
-                group.view,
-                self.clock,
-                self.table,
-                self._codec,
-                self._unpushed,
-                is_nearby=server in group.replicas,
-                is_whole=self._is_whole,
-            )
-            link, num_keys = group.link(server), len(self._wanted if places is None else places)
-            name, frame = _key_frame(group, server, self._wanted, places, self._alloc)
-            num_bytes = group.compression.pulled_bytes(num_keys, self._dim, self._dtype.itemsize, self._codec)
-            into = self._alloc(link, num_bytes)
-            if self._codec:
-                group.compression.count(num_keys * self.keys.itemsize, len(frame.view))
-            asking = msgspec.structs.replace(message, keys=name) if name else message
-            self._asked.append((server, group.send(server, asking, [frame], [into])))
-            self._parts.append((into, places))
+            if self._in_place is not None and group.may_share_rows(server, self.table):
+                self._looked.append((server, places))
+            else:
+                self._ask(group, server, places)
+
+    def _ask(self, group: Group, server: int, places: NDArray[np.int32] | None) -> None:
+        message = msg.PullRows(
+            group.view,
+            self.clock,
+            self.table,
+            self._codec,
+            self._unpushed,
+            is_nearby=server in group.replicas,
+            is_whole=self._is_whole,
+        )
+        link, num_keys = group.link(server), len(self._wanted if places is None else places)
+        name, frame = _key_frame(group, server, self._wanted, places, self._alloc)
+        num_bytes = group.compression.pulled_bytes(num_keys, self._dim, self._dtype.itemsize, self._codec)
+        into = self._alloc(link, num_bytes)
+        if self._codec:
+            group.compression.count(num_keys * self.keys.itemsize, len(frame.view))
+        asking = msgspec.structs.replace(message, keys=name) if name else message
+        self._asked.append((server, group.send(server, asking, [frame], [into])))
+        self._parts.append((into, places))
+
+    def _read(self, group: Group, server: int, places: NDArray[np.int32] | None) -> bool:
+        """Read rows where a server has them; False where they may change."""
+        if self._in_place is None or not group.has_committed(server, self.clock):
+            return False
+        rows = group.rows_at(server, self._in_place)
+        if rows is None:
+            return False
+        keys = self._wanted if places is None else self._wanted[places]
+        into = self._alloc(group.link(server), len(keys) * self._dim * self._dtype.itemsize)
+        if not rows.pull(keys, np.frombuffer(into.view, self._dtype).reshape(-1, self._dim)):
+            group.forget_rows(server, self.table)
+            return False
+        self._parts.append((into, places))
+        recorder.RECORDER.received += into.nbytes
+        return True
 
     def receive(self, group: Group) -> None:
+        looked, self._looked = self._looked, []
+        with recorder.PULL:
+            for server, places in looked:
+                if not self._read(group, server, places):
+                    self._ask(group, server, places)
         super().receive(group)
+        if looked:
+            self.updates = max(self.updates, self.clock)
         arrays = [self._decoded(into, places) for into, places in self._parts]
         if len(arrays) == 1 and self._parts[0][1] is None:
             self._rows = arrays[0]
@@ -224,6 +263,7 @@ class DensePull(_Pull):
         self._chunks, self._in_place = chunks, in_place
         self._codec, self._dtypes = codec, dtypes or {}
         self._looked: list[tuple[int, int, int]] = []  # server, chunk, bytes: of those that copy nothing
+        self._awaited: set[int] = set()  # those servers, until they are known to be at `clock`
         self.arrived: dict[int, memoryview] = {}  # bytes by chunk, once received
 
     def send(self, group: Group) -> None:
@@ -232,29 +272,38 @@ class DensePull(_Pull):
         chunks_of: dict[int, list[tuple[int, int]]] = {}
         for number, slot, nbytes in self._chunks:
             server = group.reader(slot)
-            chunks = chunks_of.setdefault(server, [])
             if self._in_place and server == group.owner(slot) and not group.link(server).is_remote:
-                # Only awaits the version; requests no data.
                 self._looked.append((server, number, nbytes))
             else:
-                chunks.append((number, nbytes))
+                chunks_of.setdefault(server, []).append((number, nbytes))
+        self._awaited = {server for server, _, _ in self._looked}
         for server, chunks in chunks_of.items():
-            link = group.link(server)
-            into = [self._alloc(link, self._pulled_bytes(group, *chunk)) for chunk in chunks]
-            numbers = [number for number, _ in chunks]
-            message = msg.PullDense(
-                group.view,
-                self.clock,
-                numbers,
-                self._codec,
-                self._unpushed,
-                is_nearby=server in group.replicas,
-            )
-            self._asked.append((server, group.send(server, message, [], into)))
-            self.arrived |= {number: buffer.view for (number, _), buffer in zip(chunks, into, strict=True)}
+            self._ask(group, server, chunks)
+
+    def _ask(self, group: Group, server: int, chunks: Sequence[tuple[int, int]]) -> None:
+        """Ask a server for chunks; for none, to answer once it is at `clock`."""
+        link = group.link(server)
+        into = [self._alloc(link, self._pulled_bytes(group, *chunk)) for chunk in chunks]
+        message = msg.PullDense(
+            group.view,
+            self.clock,
+            [number for number, _ in chunks],
+            self._codec,
+            self._unpushed,
+            is_nearby=server in group.replicas,
+        )
+        self._asked.append((server, group.send(server, message, [], into)))
+        self.arrived |= {number: buffer.view for (number, _), buffer in zip(chunks, into, strict=True)}
 
     def receive(self, group: Group) -> None:
+        awaited, self._awaited = self._awaited, set()
+        for server in sorted(awaited):
+            # Most servers have told this worker so in the answer to its last step: they are asked for nothing.
+            if not group.has_committed(server, self.clock):
+                self._ask(group, server, [])
         super().receive(group)
+        if awaited:
+            self.updates = max(self.updates, self.clock)
         codec = codecs.codec(self._codec)
         if codec is not None:
             for number, _, nbytes in self._chunks:
@@ -416,6 +465,9 @@ class PushStep:
                         answers[server] = group.wait(server, ticket)[0]
         done = [answer for answer in answers.values() if isinstance(answer, msg.Committed)]
         assert len(done) == len(answers), answers
+        for server, answer in zip(answers, done, strict=True):
+            if answer.updates == self.seq and not answer.late:
+                group.note_committed(server, self.seq)
         self.committed = min(done, key=lambda answer: answer.updates)
         holder = answers.get(group.owner(0))
         self.is_new = holder.is_new if isinstance(holder, msg.Committed) else True

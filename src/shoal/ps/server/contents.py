@@ -51,8 +51,8 @@ class ServerTable(RowTable):
     a single rank until its result is no longer used.
     """
 
-    def __init__(self, spec: TableSpec, budget: RowBudget | None = None) -> None:
-        super().__init__(spec, budget)
+    def __init__(self, spec: TableSpec, budget: RowBudget | None = None, *, is_shared: bool = False) -> None:
+        super().__init__(spec, budget, is_shared=is_shared)
         self._parts: list[tuple[Array, Array]] = []
 
     def check_keys(self, keys: Array) -> None:
@@ -147,6 +147,8 @@ class Contents:
         self.memory_problem: Callable[[int], str | None] = lambda nbytes: None
         """Reason why this many more bytes cannot be taken, if so; set by the process."""
         self.row_budget: RowBudget | None = None  # of --table-memory
+        self.shares_rows = False
+        """Tables to come are read by the clients of this host; exact steps only."""
 
     # ---- declarations ---------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class Contents:
         known = self.tables.get(spec.number)
         if known is None:
             try:
-                self.tables[spec.number] = ServerTable(spec, self.row_budget)
+                self.tables[spec.number] = ServerTable(spec, self.row_budget, is_shared=self.shares_rows)
             except (ShoalError, OSError, OverflowError, ValueError) as error:
                 raise Refusal(f"table {spec.number} cannot be: {error}") from None
             return True
@@ -197,6 +199,8 @@ class Contents:
         if dropped.any():
             self.empty(dropped)
         self.held = slots.copy()
+        for table in self.tables.values():
+            table.begin_change()
         for number, chunk in self.chunks.items():
             if not slots[chunk.slot]:
                 self.dense.drop(number)
@@ -224,6 +228,12 @@ class Contents:
 
     def chunks_of(self, slots: Slots) -> list[int]:
         return [number for number in sorted(self.chunks) if slots[self.chunks[number].slot]]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of tables that clients read, which does not count as this process's own."""
+        shared = (table for table in list(self.tables.values()) if table.shared is not None)
+        return sum(table.num_bytes + table.num_index_bytes for table in shared)
 
     def tiers(self) -> TableTiers:
         budget = self.row_budget

@@ -168,6 +168,11 @@ class ServerCore:
         """Ship them, all in one message for each holder."""
         return [*self.replication.ship_pushes()] if self.has_pushes else []
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of tables that clients read in place."""
+        return self.state.contents.shared_bytes
+
     def figures(self) -> dict[str, Any]:
         """Sizes of what it holds, for the record of its activity."""
         held = self.state.contents.held
@@ -253,6 +258,8 @@ class ServerCore:
                 return [Reply(request.peer, request.ticket, self.state.contents.tiers())]
             case msg.AskDense():
                 return [self._dense_at(request)]
+            case msg.AskRows(_, number):
+                return [self._rows_at(request, number)]
             case msg.Hello(name, incarnation):
                 return self._hello(request, name, incarnation)
             case msg.DeclareTable(table):
@@ -292,6 +299,13 @@ class ServerCore:
         places = [(number, *dense.place(number)) for number in self.state.contents.chunks_of(self.mine)]
         message = msg.DenseAt(places, dense.memory.sizes)
         return Reply(request.peer, request.ticket, message, (), dense.memory.descriptors)
+
+    def _rows_at(self, request: Request, number: int) -> Reply:
+        shared = self.state.contents.table(number).shared
+        if shared is None:
+            return Reply(request.peer, request.ticket, msg.RowsAt(0, 0))
+        message = msg.RowsAt(shared.num_bytes, shared.edition)
+        return Reply(request.peer, request.ticket, message, (), [shared.descriptor])
 
     def _declared(self, request: Request, is_new: bool) -> list[Action]:
         actions: list[Action] = [Reply(request.peer, request.ticket, msg.Declared(is_new))]

@@ -79,9 +79,11 @@ T = TypeVar("T")
 class MemoryGuard:
     """Tracks the memory of this process, and refuses growth beyond the limit."""
 
-    def __init__(self, name: str, limit_bytes: int = 0) -> None:
-        """`limit_bytes` 0: a share of what is available now."""
-        self.name = name
+    def __init__(
+        self, name: str, limit_bytes: int = 0, *, shared_bytes: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`limit_bytes` 0: a share of what is available now. `shared_bytes()` counts what others read besides its own."""
+        self.name, self._shared_bytes = name, shared_bytes
         available = available_bytes()
         self.limit_bytes = limit_bytes or int(SHARE * available) + private_bytes()
         self.reserve_bytes = int(RESERVE_SHARE * available)
@@ -122,7 +124,7 @@ class MemoryGuard:
         now = time.monotonic()
         if now - self._looked_at < LOOK_EVERY_S:
             return
-        held = private_bytes()
+        held = private_bytes() + self._shared_bytes()
         if now - self._looked_around_at >= LOOK_AROUND_EVERY_S:
             self._available, self._looked_around_at = available_bytes(), now
         else:
@@ -525,7 +527,9 @@ class ServerLoop:
     def __init__(self, core: ServerCore, spec: ServerSpec, fds: Mapping[str, int]) -> None:
         """`fds`: what to listen on, and where to connect to those of this host."""
         self.refusal: str | None = None  # reason why the coordinator refuses this server, if it does
-        memory = MemoryGuard(f"server-{spec.number}", spec.server_memory_bytes)
+        memory = MemoryGuard(
+            f"server-{spec.number}", spec.server_memory_bytes, shared_bytes=lambda: core.shared_bytes
+        )
         paths = endpoint.ways(fds)
         servers = {
             int(name.removeprefix("server-")): path
@@ -767,7 +771,9 @@ def _listen_at_others(spec: ServerSpec) -> list[socket.socket]:
 def make_core(told: ServerSpec, device: str = placement.CPU) -> ServerCore:
     import torch
 
+    from shoal.config import strategy as strategies
     from shoal.config.parallel_options import TABLE_KEEP, parse_size
+    from shoal.embedding.shared_rows import can_share_rows
     from shoal.embedding.tiered_rows import RowBudget
     from shoal.ps.server.core import ServerCore
     from shoal.ps.server.dense import DenseStore
@@ -775,8 +781,11 @@ def make_core(told: ServerSpec, device: str = placement.CPU) -> ServerCore:
 
     filters = PushFilters(norm_bound=told.push_norm, divides_by_staleness=told.staleness_lr)
     core = ServerCore(number=told.number, incarnation=told.incarnation, filters=filters)
-    memory = MemoryGuard(f"server-{told.number}", told.server_memory_bytes)
+    memory = MemoryGuard(
+        f"server-{told.number}", told.server_memory_bytes, shared_bytes=lambda: core.shared_bytes
+    )
     core.state.contents.memory_problem = memory.problem
+    core.state.contents.shares_rows = can_share_rows() and strategies.parse(told.strategy).mode == "exact"
     if told.server_device != placement.CPU:
         core.state.contents.dense = DenseStore(torch.device(device))
     if told.table_memory is not None:

@@ -366,6 +366,25 @@ class DenseAt(Message, frozen=True, tag="ps-dense-at"):
     memories: list[Count]
 
 
+class AskRows(Message, frozen=True, tag="ps-ask-rows"):
+    """Client to server: "where are your rows of this table?" Answered by RowsAt.
+
+    As AskDense otherwise.
+    """
+
+    view: Count
+    table: Count
+
+
+class RowsAt(Message, frozen=True, tag="ps-rows-at"):
+    """Server to client: bytes of a table's memory, whose descriptor comes with this sentence and can only be read; 0, without
+    one, where it shares none. What was read counts if the memory has this `edition` before and after.
+    """
+
+    num_bytes: Count
+    edition: Count
+
+
 # ---- exchanges between workers ------------------------------------------------------------------
 
 
