@@ -182,7 +182,7 @@ def run(name: str, results: dict[str, torch.Tensor], report: dict[str, Any]) -> 
     for number, tensor in enumerate(predicted if isinstance(predicted, tuple) else (predicted,)):
         results[f"{name}/predicted {number}"] = tensor.contiguous()
     report[name]["none"] = [
-        key for key, p in trainer.model.named_parameters() if trainer.strategy.optimizer.state[p] == {}
+        key for key, p in trainer.model.named_parameters() if not trainer.strategy.optimizer.state.get(p)
     ]
 
 

@@ -378,7 +378,7 @@ class StateOnServers(dict[Any, Any]):
         )
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = refuse
-    items = keys = values = get = pop = popitem = setdefault = update = clear = refuse
+    items = keys = values = pop = popitem = setdefault = update = clear = refuse
 
 
 class ServedModel:
