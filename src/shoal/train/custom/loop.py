@@ -63,7 +63,7 @@ from shoal.parallel.state import norm_of, whole
 from shoal.runtime import events, recorder
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.seeds import mix
-from shoal.runtime.user_frames import calling_line
+from shoal.runtime.user_frames import calling_line, is_ours
 from shoal.train.calls import (
     Call,
     asked_to_leave,
@@ -1153,7 +1153,8 @@ def watch_optimizers() -> None:
             continue
 
         def step(optimizer: torch.optim.Optimizer, *args: Any, update: Any = update, **kwargs: Any) -> Any:
-            _before_step(optimizer)
+            if not is_ours(sys._getframe(1).f_code.co_filename):  # not the outer optimizer of local SGD
+                _before_step(optimizer)
             return update(*args, **kwargs)
 
         step.__dict__.update(getattr(update, "__dict__", {}), is_watched=True)
