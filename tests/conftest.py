@@ -12,6 +12,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -107,3 +108,7 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
         if name not in SET_BY_LIBRARIES and environment.get(name) != os.environ.get(name)
     }
     assert not changed, f"environment variables left changed: {changed}"
+    if "torch" in sys.modules:  # not imported for this: some tests are of processes without it
+        torch = sys.modules["torch"]
+        left, _ = torch.get_default_dtype(), torch.set_default_dtype(torch.float32)
+        assert left is torch.float32, f"torch's default dtype was left at {left}"

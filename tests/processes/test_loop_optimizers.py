@@ -41,7 +41,11 @@ BOTH = DATA + "shoal.setup(model, of_head, data)\n_, _, batches = shoal.setup(mo
 def by_hand() -> dict[str, torch.Tensor]:
     space: dict[str, object] = {}
     source = SCRIPT.partition("if shoal.rank")[0]
-    exec(source.replace("SETUP", "batches = list(zip(*(each.split(12) for each in arrays)))"), space)
+    kept = torch.get_default_dtype()
+    try:
+        exec(source.replace("SETUP", "batches = list(zip(*(each.split(12) for each in arrays)))"), space)
+    finally:
+        torch.set_default_dtype(kept)
     state: dict[str, torch.Tensor] = space["model"].state_dict()  # type: ignore[attr-defined]
     return state
 

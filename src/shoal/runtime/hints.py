@@ -129,7 +129,10 @@ _WITH_MORE_NAMES = ("callbacks", "collectives", "estimator", "nn", "data")
 
 def hint_for(error: BaseException) -> str | None:
     """What to write instead, where Python's error says too little to somebody who is new to shoal."""
-    said = str(error)
+    try:
+        said = str(error)
+    except Exception:  # an error of the user's own type, whose words fail too
+        return None
     if isinstance(error, TypeError) and (argument := _UNKNOWN_ARGUMENT.search(said)):
         return _of_argument(*argument.groups())
     if isinstance(error, TypeError) and said.startswith("Dataset.from_arrays() takes 2 positional"):
