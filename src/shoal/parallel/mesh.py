@@ -54,7 +54,7 @@ from shoal.parallel.pipeline.partition import Partition, find_partition, partiti
 from shoal.parallel.pipeline.runner import PipelineRunner, RetracedRoles
 from shoal.parallel.pipeline.stage import ModelStage
 from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
-from shoal.parallel.sample_mixing import can_be_tried
+from shoal.parallel.sample_mixing import NUM_SAMPLES_ONCE, can_be_tried
 from shoal.parallel.state import (
     MODEL,
     LazyTensors,
@@ -455,7 +455,7 @@ class MeshParallel(Ddp):
         if job.loss.is_in_forward:
             refuse_carried(job, call, inputs, strategy)
         else:
-            refuse_mixing(job, call, inputs, num_rows, strategy)
+            refuse_mixing(job, call, inputs, num_rows, strategy, most=NUM_SAMPLES_ONCE)
             refuse_uneven_terms(job, call, first)
         pipeline_stage.refuse_written(model, inputs, strategy)
         if self._axes.pp == 1:
