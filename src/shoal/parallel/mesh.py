@@ -72,7 +72,7 @@ from shoal.parallel.state import (
     ties_of,
     whole_pieces,
 )
-from shoal.parallel.step import StepExchange, gradients_of, scale
+from shoal.parallel.step import StepExchange, as_loss, gradients_of, scale
 from shoal.parallel.tensor_parallel import cut as tensor_cut
 from shoal.parallel.tensor_parallel import dtensor_fixes
 from shoal.parallel.tensor_parallel import plan as tensor_plan
@@ -360,10 +360,17 @@ class MeshParallel(Ddp):
             self._layers_by_sample.leave_out_unused(self._data_groups, self._job.device)
 
     def adopt(self, batch: Slice) -> None:
+        if self._axes.num_data_ranks > 1 and batch.run_back is not None and not batch.run_back[1]:
+            raise ConfigError(
+                "optimizer.step() was called on this worker without a backward() since the last one (left out by what its own slice gives, `if "
+                f"loss.item() < 2: loss.backward()` say), and under '{self._axes}' each backward() sums over all workers, which wait for it. "
+                "Nothing of this step was updated; decide by a number that all workers have, shoal.reduce(...) of it, and leave out the step, "
+                "too; or run backward() on every worker, of loss * 0 where a slice is to count nothing."
+            )
         self._sum_ties()
         self._are_tied = False
         self._num_global = batch.num_global
-        self._contribute(LossSum(torch.zeros(()), batch.num_counted, None), batch.share)
+        self._contribute(LossSum(as_loss(batch.run_back), batch.num_counted, None), batch.share)
 
     def _make_compute(self, job: TrainJob) -> Compute:
         # Backward is collective: a borrowed sample runs it too.
