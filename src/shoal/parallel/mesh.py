@@ -46,7 +46,7 @@ from shoal.parallel.compute import (
 )
 from shoal.parallel.ddp import Ddp
 from shoal.parallel.own_forward import OwnForward, once_differentiable
-from shoal.parallel.pipeline import forward_state
+from shoal.parallel.pipeline import forward_state, optimizer_trial
 from shoal.parallel.pipeline import plan as pipeline_plan
 from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline import state as pipeline_state
@@ -180,6 +180,10 @@ class MeshParallel(Ddp):
             if job.given_optimizer is not None:
                 rebind_optimizer(job.given_optimizer, names, job.model, str(self._axes))
         self._build(job)
+        if self._ownership is not None and self.optimizer is not None:
+            optimizer_trial.refuse_mixed_parameters(
+                self.optimizer, job.model, self._ownership, self._axes.pp, str(self._axes)
+            )
         self._group.hold(job.number, self)
 
     def _refuse_cut_before(self, model: nn.Module) -> None:
