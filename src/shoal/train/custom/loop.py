@@ -431,11 +431,13 @@ class CustomLoop:
     def backward_ended(self, share: float) -> None:
         if self.optimizer is None or not self._takes_shares:
             return
-        if self._watch is None or self._watch.was_reached:
-            self._has_new = True  # fsdp has no hooks on parameters
-            self._shares.append(share)
+        was_reached = self._watch is None or self._watch.was_reached
+        if was_reached or len(script.loops) == 1:  # a zero in the place of a loss reaches nothing
             self._num_run_back += not self._is_run_back
             self._is_run_back = True
+        if was_reached:
+            self._has_new = True  # fsdp has no hooks on parameters
+            self._shares.append(share)
             self._refuse_uneven(most=1)
 
     def _refuse_uneven(self, most: int = 0) -> None:
