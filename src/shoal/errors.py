@@ -319,7 +319,7 @@ class ForwardMixesSamples(TrainingError):
         if batch_first is False:
             cure = "Its batch_first is False, so that it takes the samples for places of a sequence: is batch_first=True meant?"
         super().__init__(
-            f"{where} mixes the samples of a batch: rows of the same samples, run together and in pairs, differ by "
+            f"{where} mixes the samples of a batch: rows of the same samples, run together and in parts, differ by "
             f"{gap:.2g} of what rows differ from each other. Under '{strategy}' a worker has the samples of its own slice alone, and "
             f"something else would be trained than in one process. Nothing of this step was updated. {cure}"
         )

@@ -19,7 +19,12 @@ from shoal.parallel import gathering
 from shoal.parallel.compute import Compute
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import TrainJob
-from shoal.parallel.sample_mixing import buffers_of_slices, refuse_mixed_gradients
+from shoal.parallel.sample_mixing import (
+    NUM_SAMPLES_ONCE,
+    buffers_of_slices,
+    refuse_mixed_gradients,
+    refuse_mixed_samples,
+)
 
 
 class Of(nn.Module):
@@ -204,6 +209,32 @@ def test_a_loop_of_ones_own_is_refused_at_its_forward_and_the_model_stays_one_th
             model(x)
         copied, saved = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         copied(x), saved(x)
+
+
+class WithCapacity(nn.Module):
+    """Experts that leave out the samples which exceed their even share of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.gate(x).softmax(-1)
+        chosen = F.one_hot(gates.argmax(-1), 4)
+        is_kept = (chosen.cumsum(0) <= max(len(x) // 4, 1)) * chosen
+        experts = torch.stack([expert(x) for expert in self.experts], 1)
+        return x + ((is_kept * gates)[:, :, None] * experts).sum(1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_with_a_capacity_are_refused_in_the_only_trial_of_a_mesh(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = WithCapacity(), torch.randn(35, 6)
+    with torch.no_grad():
+        refuse = refuse_mixed_samples(model, model, x, len(x), "fsdp", most=NUM_SAMPLES_ONCE)
+    with pytest.raises(ForwardMixesSamples, match="WithCapacity"):
+        refuse()
 
 
 class InOtherOrders(nn.Module):

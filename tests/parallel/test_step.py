@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from shoal.errors import ConfigError
 from shoal.parallel.loss import loss_rule
 from shoal.parallel.protocol import ControlFlags, TrainJob
 from shoal.parallel.step import (
+    as_loss,
     clip,
     contribution,
     decide,
+    decide_in_loop,
     drop_gradients,
     gradient_norm,
     gradients_of,
@@ -143,3 +146,31 @@ def test_a_turn_that_was_left_out_has_no_part_in_the_loss_of_its_step() -> None:
         assert merged.nonfinite
     assert merge_turns([applied, applied]).loss == 4.0
     assert math.isnan(merge_turns([spoilt, spoilt]).loss)
+
+
+def in_a_loop(*ranks: tuple[int, int] | None) -> torch.Tensor:
+    losses = [float(as_loss(each)) for each in ranks]
+    return vector_of(losses, [4.0] * len(ranks), [ControlFlags() for _ in ranks])
+
+
+@pytest.mark.parametrize(
+    "ranks", [((1, 1), (1, 1)), ((3, 2), None, (3, 2)), (None, None), ((1, 0), (1, 0)), (None, (5, 5))]
+)
+def test_a_loop_of_which_all_ranks_ran_the_same_batches_back_is_applied(
+    ranks: tuple[tuple[int, int] | None, ...],
+) -> None:
+    decided = decide_in_loop(in_a_loop(*ranks))
+    assert decided.applied
+    assert decided.loss_total == 0.0
+
+
+def test_a_backward_or_a_step_that_one_rank_left_out_is_refused_by_rank() -> None:
+    for left_out, said in (((1, 0), "took 1 and ran it on 0"), ((2, 1), "took 2 and ran it on 1")):
+        with pytest.raises(ConfigError, match=f"worker 1 took 1 batches and .* worker 3 {said}"):
+            decide_in_loop(in_a_loop(None, (1, 1), (1, 1), left_out))
+
+
+def test_a_gradient_that_a_rank_of_a_loop_found_not_finite_is_not_applied() -> None:
+    vector = in_a_loop((1, 1), (1, 1))
+    vector[-1] = math.nan
+    assert [rank for rank, _ in decide_in_loop(vector).nonfinite] == [1]

@@ -78,6 +78,47 @@ def test_a_loop_is_refused_by_name_where_its_forward_cannot_be_cut(launch_script
         assert said in str(done.error)
 
 
+OF_ALL = """
+import torch, shoal
+from torch import nn
+
+class OfAll(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in given]).norm()
+        for p in given:
+            p -= 0.1 * p.grad / norm
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+data = shoal.Dataset.from_arrays((torch.randn(16, 4), torch.arange(16) % 4)).batch(8)
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        """
+model, optimizer, data = shoal.setup(model, OfAll(model.parameters()), data)
+for x, y in data:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
+        "shoal.Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=OfAll).fit(data)",
+    ],
+    ids=["loop", "Trainer"],
+)
+def test_an_optimizer_that_mixes_parameters_is_refused_over_stages(launch_script: Launch, body: str) -> None:
+    done = launch_script(OF_ALL + body, workers=2, strategy="pp")
+    assert done.exit_code == 2, done.stderr
+    assert "the update of OfAll mixes parameters" in str(done.error)
+
+
 PENALTY = """
 import sys
 import torch, shoal

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from shoal.config.faults import Faults
+from shoal.errors import ForwardMixesSamples
 from whole_matrix import matrix_only
 
 SCRIPT = """
@@ -124,3 +127,67 @@ def test_an_optimizer_that_cannot_update_parts_is_refused_by_name(
     assert done.exit_code == 2
     assert "the update of Rprop uses aten.index_put_.default" in str(done.error)
     assert "--strategy ddp or ps" in str(done.error)
+
+
+LAYOUTS = """
+import sys, torch, shoal
+from torch import nn
+from shoal.parallel import fsdp as fsdp_cut
+
+fsdp_cut.UNIT_BYTES = 100
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 3)
+        self.nothing, self.row = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.zeros(8, 0))
+    def forward(self, x):
+        return self.second(self.first(x).relu()).mean((2, 3)) + self.nothing.sum() + self.row.sum()
+
+torch.manual_seed(0)
+model = Model().double().to(memory_format=torch.channels_last)
+data = shoal.Dataset.from_arrays((torch.randn(24, 3, 5, 5).double(), torch.arange(24) % 2)).batch(8)
+trainer = shoal.Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.Adam(model.parameters(), lr=0.02), clip_norm=0.1)
+trainer.fit(data, epochs=2)
+trainer.save(sys.argv[1])
+"""
+
+
+def test_layers_in_channels_last_and_parameters_without_numbers_are_sharded(
+    launch_script: Callable[..., Any], tmp_path: Path
+) -> None:
+    for strategy, workers in (("single", 1), ("fsdp", 2)):
+        args = (str(tmp_path / strategy),)
+        done = launch_script(LAYOUTS, strategy=strategy, workers=workers, args=args, name=strategy)
+        assert done.exit_code == 0, f"{done.error}\n{done.stderr}"
+    one, sharded = (load_file(tmp_path / each / "model.safetensors") for each in ("single", "fsdp"))
+    assert sharded["nothing"].shape == (0, 4)
+    for name, value in one.items():
+        torch.testing.assert_close(sharded[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+CAPACITY = """
+import torch, shoal
+from torch import nn
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 4), nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+    def forward(self, x):
+        gates = self.gate(x).softmax(-1)
+        chosen = nn.functional.one_hot(gates.argmax(-1), 4)
+        is_kept = (chosen.cumsum(0) <= len(x) // 4) * chosen
+        return x + ((is_kept * gates)[:, :, None] * torch.stack([each(x) for each in self.experts], 1)).sum(1)
+
+torch.manual_seed(1)
+x, y = torch.randn(64, 6), torch.arange(64) % 6
+trainer = shoal.Trainer(Experts(), loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+trainer.fit(shoal.Dataset.from_arrays((x, y)).batch(64))
+"""
+
+
+def test_experts_that_drop_samples_by_capacity_are_refused(launch_script: Callable[..., Any]) -> None:
+    done = launch_script(CAPACITY, workers=2, strategy="fsdp")
+    assert isinstance(done.error, ForwardMixesSamples), done.stderr
+    assert "Experts" in str(done.error)

@@ -289,6 +289,40 @@ def test_gradients_that_would_be_summed_wrongly_are_refused(
     assert not list(tmp_path.glob("rank-*"))
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "ps", "fsdp"])
+def test_a_backward_by_the_loss_of_a_slice_is_refused(
+    launch_script: Launch, tmp_path: Path, strategy: str
+) -> None:
+    body = """
+model, optimizer, batches = set_up(0)
+for number, (a, b) in enumerate(batches):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(a), b)
+    if number < 2 or shoal.rank() == 0:
+        loss.backward()
+    optimizer.step()
+"""
+    done = launch_script(HEAD + body + TAIL, workers=2, args=(str(tmp_path),), strategy=strategy)
+    assert done.exit_code == 2, done.error
+    assert "loss.backward()`" in str(done.error)
+    assert "run backward() on every worker, of loss * 0" in str(done.error)
+    assert not list(tmp_path.glob("rank-*"))
+
+
+def test_a_step_by_the_loss_of_a_slice_is_refused(launch_script: Launch, tmp_path: Path) -> None:
+    body = """
+model, optimizer, batches = set_up(0)
+for number, (a, b) in enumerate(batches):
+    optimizer.zero_grad()
+    F.cross_entropy(model(a), b).backward()
+    if number != 1 or shoal.rank() == 0:
+        optimizer.step()
+"""
+    done = launch_script(HEAD + body + TAIL, workers=2, args=(str(tmp_path),), strategy="ddp")
+    assert done.exit_code == 2, done.error
+    assert "worker 0 took 1 batches and ran backward() on 1 of them, and worker 1 took 2" in str(done.error)
+
+
 def test_a_second_optimizer_of_a_model_is_refused_where_servers_hold_it(
     launch_script: Launch, tmp_path: Path
 ) -> None:

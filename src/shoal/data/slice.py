@@ -79,6 +79,9 @@ class Slice:
     counted_share: float = 1.0
     """Share of the targets of this slice that the loss of a script's own loop counts; ignored labels and masks leave some out."""
 
+    run_back: tuple[int, int] | None = None
+    """Batches that a script's own loop took since its last step, and how many it ran back; None where that may differ between workers."""
+
     places: tuple[int, ...] | None = None
     """Position of each local sample within the global batch, where bad ones between them were left out; else they follow `first`."""
 

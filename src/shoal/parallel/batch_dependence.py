@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -116,7 +116,7 @@ def _of_script(hooks: Mapping[Any, Any] | None) -> list[Any]:
 def _only_look(hooks: list[Any], parameter: nn.Parameter, draw: torch.Generator) -> bool:
     """Whether hooks after backward leave gradient and parameter unchanged."""
     gradient, weight = parameter.grad, parameter.detach().clone()
-    given = _numbers(parameter, draw)
+    given = numbers_of_all_sizes(parameter, draw)
     try:
         with torch.no_grad():
             parameter.grad = given.clone()
@@ -136,14 +136,14 @@ def _are_additive(hooks: list[Any], parameter: nn.Parameter, draw: torch.Generat
         return gradient
 
     with torch.no_grad():
-        one, other = _numbers(parameter, draw), _numbers(parameter, draw)
+        one, other = numbers_of_all_sizes(parameter, draw), numbers_of_all_sizes(parameter, draw)
         first, second, together = result(one.clone()), result(other.clone()), result(one + other)
         # Relative to the summands, which may cancel out.
         slack = 16 * torch.finfo(parameter.dtype).eps * (first.abs() + second.abs() + together.abs())
         return bool(((first + second - together).abs() <= slack).all())
 
 
-def _numbers(parameter: nn.Parameter, draw: torch.Generator) -> torch.Tensor:
+def numbers_of_all_sizes(parameter: Tensor, draw: torch.Generator) -> Tensor:
     sizes = 10 ** (8 * torch.rand(parameter.shape, generator=draw, dtype=torch.float64) - 4)
     return (torch.randn(parameter.shape, generator=draw, dtype=torch.float64) * sizes).to(parameter)
 

@@ -624,15 +624,21 @@ def _loss_sum(rule: LossRule, target: Tree, part: Slice, weight: Tensor | None, 
 
 
 def refuse_mixing(
-    job: TrainJob, call: Callable[[Tree], Any], inputs: Tree, num_local: int, strategy: str
+    job: TrainJob,
+    call: Callable[[Tree], Any],
+    inputs: Tree,
+    num_local: int,
+    strategy: str,
+    *,
+    most: int = NUM_SAMPLES,
 ) -> None:
-    """Refuse a forward whose result for a sample depends on other samples of the slice; under verify it is only named."""
+    """Refuse a forward whose result for a sample depends on other samples of the slice, by `most` of them; under verify it is only named."""
     if any(tensor.dim() == 0 or len(tensor) != max(num_local, 1) for tensor in tensors(inputs)):
         return  # a batch of a user's collate function, not divided by rows
 
     def try_out(at_rest: Iterable[nn.Module]) -> None:
         with _on_trial(job, at_rest) as is_still, torch.compiler.set_stance("force_eager"):
-            refuse = refuse_mixed_samples(job.model, call, inputs, num_local, strategy)
+            refuse = refuse_mixed_samples(job.model, call, inputs, num_local, strategy, most=most)
             if is_still():
                 refuse()
             # Rows of tables on servers are pushed by what their backward keeps.

@@ -43,8 +43,10 @@ from shoal.parallel.state import (
 )
 from shoal.parallel.step import (
     StepExchange,
+    as_loss,
     clip,
     decide,
+    decide_in_loop,
     drop_gradients,
     gradient_norm,
     gradients_of,
@@ -209,7 +211,8 @@ class Ddp:
             return replayed
         sums = self._exchange.write_buffers()
         names, at = self._exchange.names, len(sums) - 2 * len(self._exchange.names)
-        return step.finish(self._apply(with_named(decide(sums[:at]), names, sums[at:].tolist())))
+        decided = (decide_in_loop if self._job.is_own_loop else decide)(sums[:at])
+        return step.finish(self._apply(with_named(decided, names, sums[at:].tolist())))
 
     def _apply(self, result: StepResult) -> StepResult:
         """Update the weights, or skip the step without side effects; alike on every rank."""
@@ -304,7 +307,7 @@ class Ddp:
             return
         self._own.check(self.optimizer)
         self._num_global = batch.num_global
-        loss = LossSum(torch.zeros(()), batch.num_counted, None)
+        loss = LossSum(as_loss(batch.run_back), batch.num_counted, None)
         self._contribute(loss, batch.share, with_gradients=not self._is_summed)
 
     @property

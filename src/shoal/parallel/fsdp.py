@@ -116,6 +116,13 @@ def shard(
     pinned = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     policy: OffloadPolicy = pinned if offload else OffloadPolicy()
     shared = tied_parameters(model)
+    for parameter in model.parameters():
+        # As channels_last convolutions are: fsdp shards rows, which are then apart in memory. Tensors that tp has cut are contiguous.
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    nothing = {
+        parameter for parameter in model.parameters() if not parameter.numel()
+    }  # torch cannot sum its gradient
     # A weight shared by two units belongs to the unit around both.
     within = {each for module in by_sample for each in module.modules()}
     alone = [
@@ -125,8 +132,8 @@ def shard(
     ]
     _refuse_mixed([*alone, ("", model)])
     for _, module in alone:
-        fully_shard(module, mesh=mesh, offload_policy=policy)
-    fully_shard(model, mesh=mesh, offload_policy=policy)
+        fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=nothing)
+    fully_shard(model, mesh=mesh, offload_policy=policy, ignored_params=nothing)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -46,7 +46,7 @@ from shoal.parallel.compute import (
 )
 from shoal.parallel.ddp import Ddp
 from shoal.parallel.own_forward import OwnForward, once_differentiable
-from shoal.parallel.pipeline import forward_state
+from shoal.parallel.pipeline import forward_state, optimizer_trial
 from shoal.parallel.pipeline import plan as pipeline_plan
 from shoal.parallel.pipeline import stage as pipeline_stage
 from shoal.parallel.pipeline import state as pipeline_state
@@ -54,7 +54,7 @@ from shoal.parallel.pipeline.partition import Partition, find_partition, partiti
 from shoal.parallel.pipeline.runner import PipelineRunner, RetracedRoles
 from shoal.parallel.pipeline.stage import ModelStage
 from shoal.parallel.protocol import LayerPlace, LossSum, Piece, PieceReader, StepResult, TrainJob
-from shoal.parallel.sample_mixing import can_be_tried
+from shoal.parallel.sample_mixing import NUM_SAMPLES_ONCE, can_be_tried
 from shoal.parallel.state import (
     MODEL,
     LazyTensors,
@@ -72,7 +72,7 @@ from shoal.parallel.state import (
     ties_of,
     whole_pieces,
 )
-from shoal.parallel.step import StepExchange, gradients_of, scale
+from shoal.parallel.step import StepExchange, as_loss, gradients_of, scale
 from shoal.parallel.tensor_parallel import cut as tensor_cut
 from shoal.parallel.tensor_parallel import dtensor_fixes
 from shoal.parallel.tensor_parallel import plan as tensor_plan
@@ -180,6 +180,10 @@ class MeshParallel(Ddp):
             if job.given_optimizer is not None:
                 rebind_optimizer(job.given_optimizer, names, job.model, str(self._axes))
         self._build(job)
+        if self._ownership is not None and self.optimizer is not None:
+            optimizer_trial.refuse_mixed_parameters(
+                self.optimizer, job.model, self._ownership, self._axes.pp, str(self._axes)
+            )
         self._group.hold(job.number, self)
 
     def _refuse_cut_before(self, model: nn.Module) -> None:
@@ -360,10 +364,17 @@ class MeshParallel(Ddp):
             self._layers_by_sample.leave_out_unused(self._data_groups, self._job.device)
 
     def adopt(self, batch: Slice) -> None:
+        if self._axes.num_data_ranks > 1 and batch.run_back is not None and not batch.run_back[1]:
+            raise ConfigError(
+                "optimizer.step() was called on this worker without a backward() since the last one (left out by what its own slice gives, `if "
+                f"loss.item() < 2: loss.backward()` say), and under '{self._axes}' each backward() sums over all workers, which wait for it. "
+                "Nothing of this step was updated; decide by a number that all workers have, shoal.reduce(...) of it, and leave out the step, "
+                "too; or run backward() on every worker, of loss * 0 where a slice is to count nothing."
+            )
         self._sum_ties()
         self._are_tied = False
         self._num_global = batch.num_global
-        self._contribute(LossSum(torch.zeros(()), batch.num_counted, None), batch.share)
+        self._contribute(LossSum(as_loss(batch.run_back), batch.num_counted, None), batch.share)
 
     def _make_compute(self, job: TrainJob) -> Compute:
         # Backward is collective: a borrowed sample runs it too.
@@ -455,7 +466,7 @@ class MeshParallel(Ddp):
         if job.loss.is_in_forward:
             refuse_carried(job, call, inputs, strategy)
         else:
-            refuse_mixing(job, call, inputs, num_rows, strategy)
+            refuse_mixing(job, call, inputs, num_rows, strategy, most=NUM_SAMPLES_ONCE)
             refuse_uneven_terms(job, call, first)
         pipeline_stage.refuse_written(model, inputs, strategy)
         if self._axes.pp == 1:

@@ -31,6 +31,9 @@ NUM_SAMPLES = 4
 NOTICED = 0.02
 """Difference of a row, relative to the differences between rows, that counts as mixing."""
 
+NUM_SAMPLES_ONCE = 32
+"""Samples of a trial that is not repeated at later steps: four hardly fill an expert that drops what exceeds its capacity."""
+
 MAX_NUMEL_RUN_BACK = 1 << 26
 """Trained elements up to which gradients of a whole model are compared: they need as much memory, on every rank."""
 
@@ -48,12 +51,21 @@ def can_be_tried(model: nn.Module) -> bool:
 
 
 def refuse_mixed_samples(
-    model: nn.Module, call: Callable[[Tree], Tree], inputs: Tree, num_local: int, strategy: str
+    model: nn.Module,
+    call: Callable[[Tree], Tree],
+    inputs: Tree,
+    num_local: int,
+    strategy: str,
+    *,
+    most: int = NUM_SAMPLES,
 ) -> Callable[[], None]:
-    """Run the first samples together, in pairs, and together again; call the result to raise the refusal, if any."""
-    num, half = NUM_SAMPLES, NUM_SAMPLES // 2
-    if num_local < num:
+    """Run the first samples, `most` of them, together, in halves, and together again; call the result to raise the refusal, if any."""
+    if num_local < NUM_SAMPLES:
         return lambda: None
+    if any(p.is_floating_point() and torch.finfo(p.dtype).eps > 1e-3 for p in model.parameters()):
+        most = NUM_SAMPLES  # of many samples, rounding alone sends some to another expert
+    num = min(num_local, most) // NUM_SAMPLES * NUM_SAMPLES
+    half = num // 2
     with without_hooks_of_script(model):
         runs = [
             _run(model, call, inputs, at)
@@ -64,11 +76,11 @@ def refuse_mixed_samples(
         whole, first, second, again = runs
         if not (whole.ended and first.ended and second.ended and again.ended):
             return
-        gap = _gap(whole.events[-1], first.events[-1], second.events[-1])
+        gap = _gap(whole.events[-1], first.events[-1], second.events[-1], num)
         is_stateful = not _is_same(whole.events, again.events)
         if gap is None or is_stateful:
             return
-        layer = _first_mixed(whole.events, first.events, second.events)
+        layer = _first_mixed(whole.events, first.events, second.events, num)
         module = model.get_submodule(layer)
         raise ForwardMixesSamples(
             layer=layer,
@@ -311,16 +323,16 @@ def _directions(size: int, pace: float, like: Tensor) -> Tensor:
     return torch.cos(at * pace * torch.arange(1, NUM_DIRECTIONS + 1, dtype=like.dtype, device=like.device))
 
 
-def _gap(whole: _Crossing, first: _Crossing, second: _Crossing) -> float | None:
-    """Difference of most rows, relative to the differences between rows; None if there is none.
+def _gap(whole: _Crossing, first: _Crossing, second: _Crossing, num: int) -> float | None:
+    """Difference of several of `num` samples, relative to the differences between rows; None if there is none.
 
-    Most of them: a single row that rounding sends across a threshold within the model is no mixing.
+    Several: a single row that rounding sends across a threshold within the model is no mixing.
     """
     if not len(whole.digests) == len(first.digests) == len(second.digests):
         return None
     for together, a, b in zip(whole.digests, first.digests, second.digests, strict=True):
         num_rows = together.shape[0]
-        if num_rows % NUM_SAMPLES or not a.shape[0] == b.shape[0] == num_rows // 2:
+        if num_rows % num or not a.shape[0] == b.shape[0] == num_rows // 2:
             continue  # its rows are no samples
         if together.shape[1:] in (a.shape[1:], b.shape[1:]) and a.shape != b.shape:
             continue  # padded to the longest sample: padding is no result
@@ -334,7 +346,7 @@ def _gap(whole: _Crossing, first: _Crossing, second: _Crossing) -> float | None:
             # Rows may be ordered otherwise: sequence positions before samples, or samples by length.
             blocks = together.rows[is_far].split(_ROWS_AT_ONCE)  # type: ignore[no-untyped-call]
             gaps[is_far] = torch.cat([torch.cdist(each, apart, p=math.inf).amin(1) for each in blocks])
-        of_samples = gaps.reshape(NUM_SAMPLES, -1).amax(1)
+        of_samples = gaps.reshape(num, -1).amax(1)
         if int((of_samples > noticed).sum()) >= NUM_SAMPLES // 2:
             return float(of_samples.max()) / spread if spread else float("inf")
     return None
@@ -348,12 +360,12 @@ def _is_same(events: list[_Crossing], again: list[_Crossing]) -> bool:
     )
 
 
-def _first_mixed(whole: list[_Crossing], first: list[_Crossing], second: list[_Crossing]) -> str:
+def _first_mixed(whole: list[_Crossing], first: list[_Crossing], second: list[_Crossing], num: int) -> str:
     """The innermost module that runs where rows first differ; "" is the model itself."""
     for events in zip(whole, first, second, strict=False):
         if len({event.within for event in events}) > 1:
             break  # samples take different paths
-        if _gap(*events) is not None:
+        if _gap(*events, num) is not None:
             return events[0].within
     return ""
 

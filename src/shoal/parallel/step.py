@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.collectives.gradients import GradientExchange
 from shoal.collectives.reducer import Reducer
-from shoal.errors import PeerLost
+from shoal.errors import ConfigError, PeerLost
 from shoal.parallel.buffers import ChangingBuffers, RunningStatistics, have_buffers
 from shoal.parallel.protocol import ControlFlags, LossSum, StepResult, TrainJob
 from shoal.parallel.state import norm_of
@@ -63,6 +63,36 @@ def decide(vector: Tensor) -> StepResult:
         leave=values[_LEAVE] > 0,
         nonfinite=nonfinite,
     )
+
+
+_MOST_BATCHES = 1 << 24
+
+
+def as_loss(run_back: tuple[int, int] | None) -> Tensor:
+    """`Slice.run_back` in the place of a loss, which a loop of the script's own does not tell; 0 if it is not known."""
+    taken, run = run_back or (0, 0)
+    return torch.tensor(float(taken * _MOST_BATCHES + run), dtype=torch.float64)
+
+
+def decide_in_loop(vector: Tensor) -> StepResult:
+    """`decide` where ranks sent `as_loss`: refuses a backward, or a step, that some ranks left out."""
+    told = {
+        rank: divmod(int(value), _MOST_BATCHES)
+        for rank, value in enumerate(vector[_LOSSES:].tolist())
+        if value and math.isfinite(value)
+    }
+    first = min(told, default=0)
+    for rank, (taken, run) in told.items():
+        if (taken, run) != told[first]:
+            raise ConfigError(
+                f"since the last step worker {first} took {told[first][0]} batches and ran backward() on {told[first][1]} of them, and worker {rank} "
+                f"took {taken} and ran it on {run}: a backward or a step was left out by what a worker's own slice gives (`if loss.item() < 2: "
+                "loss.backward()`, say), where one process decides once for the whole batch. Nothing was saved; decide by a number that all "
+                "workers have, shoal.reduce(...) of it, or run backward() on every worker, of loss * 0 where a slice is to count nothing."
+            )
+    without = vector.clone()
+    without[_LOSSES:] *= 0.0  # what is not finite stays so
+    return decide(without)
 
 
 def merge_turns(results: Sequence[StepResult]) -> StepResult:

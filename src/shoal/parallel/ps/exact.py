@@ -52,7 +52,15 @@ from shoal.parallel.state import (
     refuse_stepped,
     state_pieces,
 )
-from shoal.parallel.step import clip_factor, contribution, correction, decide, gradient_norm
+from shoal.parallel.step import (
+    as_loss,
+    clip_factor,
+    contribution,
+    correction,
+    decide,
+    decide_in_loop,
+    gradient_norm,
+)
 from shoal.ps.client.bulk_transfer import RowStamps
 from shoal.ps.client.step import Decision, DensePull, PushStep
 from shoal.ps.layout import check_optimizer
@@ -240,7 +248,9 @@ class Ps:
         self._begin()
         if self._own.is_summed and self._rank:
             self._own.forget()  # rank 0 pushes the sum
-        self._contribute(LossSum(torch.zeros(()), batch.num_counted, None))
+        # Where a step does not wait for all, a rank's place may have what it sent for another one.
+        run_back = batch.run_back if self._session.mode.kind == "exact" else None
+        self._contribute(LossSum(as_loss(run_back), batch.num_counted, None))
 
     def prefetch(self, batch: Slice) -> None:
         """Note the next batch: its rows can be requested as soon as this step is pushed."""
@@ -390,7 +400,7 @@ class Ps:
         """The servers have updated; do the local part of the step's end."""
         flat = torch.from_numpy(vector.copy())
         told, at = flat[-2:].tolist(), 4 + self._num_workers
-        result = decide(flat[:at])
+        result = (decide_in_loop if self._own is not None else decide)(flat[:at])
         norm = told[1] if self._wants_norm and result.applied else None
         if norm is not None or bool(told[0]) != result.applied:
             result = dataclasses.replace(result, applied=bool(told[0]), grad_norm=norm)

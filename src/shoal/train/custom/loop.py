@@ -365,6 +365,8 @@ class CustomLoop:
         self._has_stepped = False
         self._shares: list[float] = []  # counted by each backward since the last commit
         self._has_new = True  # gradients that no step has used, unless they are gone
+        self._num_taken = self._num_run_back = 0  # batches since the last commit
+        self._is_run_back = self._has_borrowed = False  # the newest batch; any of them
         self.beside: list[torch.optim.Optimizer] = []
         """Optimizers that step some of the model's parameters beside the given one."""
 
@@ -374,6 +376,10 @@ class CustomLoop:
         """A slice is given to the script: models will run on it, up to the next commit."""
         if self.optimizer is not None:
             self._refuse_uneven()
+            if torch.is_grad_enabled():
+                self._num_taken += 1
+                self._is_run_back = False
+                self._has_borrowed |= part.borrowed
             self._stepping.about_to_run()
             self.weigh(part)
 
@@ -425,7 +431,11 @@ class CustomLoop:
     def backward_ended(self, share: float) -> None:
         if self.optimizer is None or not self._takes_shares:
             return
-        if self._watch is None or self._watch.was_reached:
+        was_reached = self._watch is None or self._watch.was_reached
+        if was_reached or len(script.loops) == 1:  # a zero in the place of a loss reaches nothing
+            self._num_run_back += not self._is_run_back
+            self._is_run_back = True
+        if was_reached:
             self._has_new = True  # fsdp has no hooks on parameters
             self._shares.append(share)
             self._refuse_uneven(most=1)
@@ -441,6 +451,13 @@ class CustomLoop:
 
     def _with_share(self, part: Slice) -> Slice:
         return dataclasses.replace(part, counted_share=self._shares[0]) if len(self._shares) == 1 else part
+
+    def _with_batches(self, part: Slice) -> Slice:
+        """The slice with the batches of this step, which are the same on every worker; but borrowed samples need not be run back."""
+        is_new = self.job.incarnation > 0 and not self._has_stepped  # it began within what this step is of
+        if not self._takes_shares or self._has_borrowed or is_new:
+            return part
+        return dataclasses.replace(part, run_back=(self._num_taken, self._num_run_back))
 
     def check_weights(self) -> None:
         """Refuse weights that were changed from gradients of this worker alone."""
@@ -667,8 +684,10 @@ class CustomLoop:
         self.check_weights()
         script.about_to_commit(self)
         self._control.leave = asked_to_leave() is not None
-        self._stepping.adopt(self._with_share(part))
+        self._stepping.adopt(self._with_batches(self._with_share(part)))
         self._shares.clear()
+        self._num_taken = self._num_run_back = 0
+        self._is_run_back, self._has_borrowed = False, part.borrowed
         self.is_committing = True
         try:
             result = self.strategy.commit()
