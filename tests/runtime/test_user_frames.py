@@ -10,6 +10,7 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -150,6 +151,9 @@ def test_an_unknown_argument_is_answered_with_the_one_that_was_meant(
         ("shoal.estimator.DNNClassifier", "give Estimator a model_fn"),
         ("shoal.Dateset", "did you mean shoal.Dataset?"),
         ("from shoal import Accelerator", "shoal.setup(model, optimizer, data)"),
+        ("from shoal.callbacks import EarlyStoping", "did you mean shoal.callbacks.EarlyStopping?"),
+        ("from shoal.estimator import Estimater", "did you mean shoal.estimator.Estimator?"),
+        ("from shoal.estimator import DNNClassifier", "give Estimator a model_fn"),
         ("shoal.Trainer(lambda: None, loss='mse').train()", "did you mean trainer.fit(data, epochs=...)?"),
     ],
 )
@@ -158,6 +162,32 @@ def test_a_name_of_another_library_is_answered_with_ours(wrong: str, said: str) 
         exec(wrong, {"shoal": shoal, "torch": torch})
     hide_ours(caught.value)
     assert said in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "shoal.setup(1, 2, 3, 4)",
+        "shoal.setup(1, 2, 3, scheduler=4)",
+        "from shoal import setup; setup(1, 2, 3, 4)",
+        "import shoal as ours; del shoal; ours.setup(1, 2, 3, 4)",
+    ],
+)
+def test_setup_with_a_scheduler_is_told_that_it_stays_with_the_script(wrong: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        exec(wrong, {"shoal": shoal})
+    hide_ours(caught.value)
+    assert "call scheduler.step() as before" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("wrong", ["def setup(a, b, c): ...\nsetup(1, 2, 3, 4)", "theirs.setup(1, 2, 3, 4)"])
+def test_another_setup_with_too_many_arguments_gets_no_hint(wrong: str) -> None:
+    theirs = ModuleType("theirs")
+    exec("def setup(a, b, c): ...", vars(theirs))
+    with pytest.raises(TypeError) as caught:
+        exec(wrong, {"shoal": shoal, "theirs": theirs})
+    hide_ours(caught.value)
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_other_peoples_calls_get_no_hint() -> None:

@@ -11,7 +11,8 @@ from types import ModuleType
 from shoal.config import job as jobs
 
 _UNKNOWN_ARGUMENT = re.compile(r"^(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'")
-_UNKNOWN_IMPORT = re.compile(r"^cannot import name '(\w+)' from 'shoal' ")
+_UNKNOWN_IMPORT = re.compile(r"^cannot import name '(\w+)' from '(shoal[.\w]*)' ")
+_WRONG_SETUP = re.compile(r"^setup\(\) (takes 3 positional arguments but|got an unexpected keyword argument)")
 
 _ARGUMENTS = {
     "learning_rate": "lr",
@@ -124,6 +125,11 @@ _NAMES = {
 }
 """By module or class of shoal: what a name of other libraries is here."""
 
+_SETUP = (
+    "shoal.setup takes a model, its optimizer and its data, and returns these three. A scheduler stays the script's own: build it on "
+    "the optimizer and call scheduler.step() as before. For other data call shoal.setup(model, optimizer, other_data) again."
+)
+
 _WITH_MORE_NAMES = ("callbacks", "collectives", "estimator", "nn", "data")
 
 
@@ -134,8 +140,10 @@ def hint_for(error: BaseException) -> str | None:
         return _of_argument(*argument.groups())
     if isinstance(error, TypeError) and said.startswith("Dataset.from_arrays() takes 2 positional"):
         return "did you mean shoal.Dataset.from_arrays((x, y)), with a tuple?"
+    if isinstance(error, TypeError) and _WRONG_SETUP.search(said) and _calls_our_setup(error):
+        return _SETUP
     if isinstance(error, ImportError) and (name := _UNKNOWN_IMPORT.search(said)):
-        return _of_name(sys.modules["shoal"], name[1])
+        return _of_name(sys.modules.get(name[2]), name[1])
     if isinstance(error, AttributeError) and error.name is not None:
         return _of_name(error.obj, error.name)
     if not jobs.has_several_workers() or sys.stdin is None or sys.stdin.isatty():
@@ -147,6 +155,20 @@ def hint_for(error: BaseException) -> str | None:
     if type(error).__name__ == "BdbQuit":
         return "breakpoint() of several workers has no terminal: use --debug-rank 0, or -n 1"
     return None
+
+
+def _calls_our_setup(error: BaseException) -> bool:
+    """Whether the frame that called `setup`, a name that others use too, means shoal's."""
+    stack = error.__traceback__
+    while stack is not None and stack.tb_next is not None:
+        stack = stack.tb_next
+    if stack is None:
+        return False
+    names, shoal = {**stack.tb_frame.f_globals, **stack.tb_frame.f_locals}, sys.modules["shoal"]
+    if "setup" in names:
+        return names["setup"] is vars(shoal).get("setup")
+    having = [each for each in names.values() if isinstance(each, ModuleType) and "setup" in vars(each)]
+    return bool(having) and all(each is shoal for each in having)
 
 
 def _of_argument(owner: str, method: str, given: str) -> str | None:
@@ -185,11 +207,12 @@ def _of_name(owner: object, given: str) -> str | None:
         known = _NAMES.get(kind.__name__, {}) if kind.__module__.startswith("shoal.") else {}
     if given in known:
         return known[given]
-    shoal = sys.modules["shoal"]
-    if owner is not shoal:
+    if not isinstance(owner, ModuleType) or owner.__name__.partition(".")[0] != "shoal":
         return None
-    for module in _WITH_MORE_NAMES:
-        if given in dir(getattr(shoal, module)):
-            return f"did you mean shoal.{module}.{given}?"
-    close = get_close_matches(given, dir(shoal), n=1)
-    return f"did you mean shoal.{close[0]}?" if close else None
+    shoal = sys.modules["shoal"]
+    if owner is shoal:
+        for module in _WITH_MORE_NAMES:
+            if given in dir(getattr(shoal, module)):
+                return f"did you mean shoal.{module}.{given}?"
+    close = get_close_matches(given, dir(owner), n=1)
+    return f"did you mean {owner.__name__}.{close[0]}?" if close else None
