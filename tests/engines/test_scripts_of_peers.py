@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import log
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,8 @@ def test_tensorflow_learns_on_two_servers(peer: Callable[[str], str], tmp_path: 
     output = run(command, tmp_path, [role("chief")], [role("worker"), role("ps", 0), role("ps", 1)])
     losses = printed("loss:", output)
     assert len(losses) == 3
-    assert losses[-1] < losses[0] - 0.1
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < log(2), losses  # chance
 
 
 def test_two_processes_of_paddle_learn(peer: Callable[[str], str], tmp_path: Path) -> None:
