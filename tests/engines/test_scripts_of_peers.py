@@ -115,8 +115,7 @@ def test_tensorflow_learns_on_two_servers(peer: Callable[[str], str], tmp_path: 
     output = run(command, tmp_path, [role("chief")], [role("worker"), role("ps", 0), role("ps", 1)])
     losses = printed("loss:", output)
     assert len(losses) == 3
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < log(2), losses  # chance
+    assert losses[-1] < min(losses[0], log(2)), losses  # log(2) is chance
 
 
 def test_two_processes_of_paddle_learn(peer: Callable[[str], str], tmp_path: Path) -> None:
