@@ -66,7 +66,7 @@ release: $(READY)
 	.ci/release
 
 # What `make test` and `make test-engines` leave out: every model under every strategy at 2, 3 and 4 workers, every fault in a job of its own, and
-# other cases that differ from one that it runs in numbers only.
+# other cases that differ from one that it runs in numbers only. Scripts before a migration, too, with peers that it installs under .peers/.
 matrix: $(READY) $(ENGINES_READY)
 	SHOAL_WHOLE_MATRIX=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m matrix
 	SHOAL_WHOLE_MATRIX=1 SHOAL_TEST_ENGINES=1 .engines/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m matrix tests/engines

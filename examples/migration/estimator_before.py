@@ -1,4 +1,4 @@
-"""TF1's Estimator: on every machine, with its own TF_CONFIG, python estimator_before.py"""
+"""TF1's Estimator (TensorFlow up to 2.15): python estimator_before.py"""
 
 import numpy as np
 import tensorflow.compat.v1 as tf

@@ -25,9 +25,19 @@ RUNS = {
     "spark_after": (),
 }
 
+IN_OWN_ENVIRONMENT = {"estimator_before", "tf_ps_before", "paddle_before", "mxnet_before"}
+"""Those of test_scripts_of_peers.py."""
+
+NOT_BUILT = {"horovod_before"}
+"""docs/migration/index.md says what was tried."""
 
 # Only another version of a peer can break what is before a migration: the slow ones run by `make matrix` alone.
 SLOW = {"hf_trainer_before", "spark_before"}
+
+
+def test_every_script_before_a_migration_is_tried() -> None:
+    tried = {name for name in RUNS if name.endswith("_before")} | IN_OWN_ENVIRONMENT | NOT_BUILT
+    assert tried == {path.stem for path in FOLDER.glob("*_before.py")}
 
 
 @pytest.mark.parametrize(
