@@ -62,7 +62,10 @@ def test_a_slot_that_was_killed_comes_back_on_its_own_machine_of_the_hostfile(
     """Two machines by name, which a program in the place of ssh starts here."""
     installed("mpi")
     (tmp_path / "hosts").write_text("# machines\none slots=1\n\ntwo slots=1\n")
-    (tmp_path / "agent").write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/machines\nshift\nexec sh -c "$*"\n')
+    # A folder of its own for each: where they start at the same moment, one's daemon finds the other's and ends.
+    (tmp_path / "agent").write_text(
+        f'#!/bin/sh\necho "$1" >> {tmp_path}/machines\nexport TMPDIR={tmp_path}/$1\nmkdir -p $TMPDIR\nshift\nexec sh -c "$*"\n'
+    )
     (tmp_path / "agent").chmod(0o755)
     out = tmp_path / "out"
     out.mkdir()
