@@ -164,22 +164,29 @@ def test_should_stop_turns_true_on_all_ranks_after_the_same_step(
     assert "and saving" not in done.stderr
 
 
-def test_a_loop_that_leaves_out_a_step_on_one_rank_is_not_waited_for_for_ever(launch_script: Launch) -> None:
+@pytest.mark.parametrize(
+    ("left_out", "code"), [(3, 2), (7, 3)], ids=["seen at the next step", "the last: timed out"]
+)
+def test_a_loop_that_leaves_out_a_step_on_one_rank_is_not_waited_for_for_ever(
+    launch_script: Launch, left_out: int, code: int
+) -> None:
     done = launch_script(
         """
-        import torch, shoal
+        import sys, torch, shoal
         model = torch.nn.Linear(2, 1)
         data = shoal.Dataset.from_arrays(torch.ones(64, 2)).batch(8)
         model, optimizer, data = shoal.setup(model, torch.optim.SGD(model.parameters(), lr=1e-6), data)
         for number, x in enumerate(data):
             optimizer.zero_grad()
             model(x).mean().backward()
-            if (number, shoal.rank()) != (3, 1):
+            if (number, shoal.rank()) != (int(sys.argv[1]), 1):
                 optimizer.step()
         """,
         workers=2,
+        args=(str(left_out),),
         step_timeout_s=1.0,
         join_timeout_s=1.0,
     )
-    assert done.exit_code == 3
+    assert done.exit_code == code
+    assert ("a backward or a step was left out" in str(done.error)) == (code == 2)
     assert "Traceback" not in str(done.error)
